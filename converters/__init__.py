@@ -1,0 +1,1 @@
+"""A model file in, a clean graph out: knows ONNX, knows no device and no CUDA."""

@@ -1,0 +1,1 @@
+"""Kernels compiled from the weights: PTX emitter, reader and interpreter."""
