@@ -153,11 +153,10 @@ def node_label(node: NodeProto) -> str:
 
 
 def remove_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
-    """Take nodes out of a graph, by identity; the order of the rest is kept."""
+    """Take nodes out of a graph by identity; the others stay the same objects, so references to them stay valid."""
     gone = {id(node) for node in nodes}
-    keep = [node for node in graph.node if id(node) not in gone]
-    del graph.node[:]
-    graph.node.extend(keep)
+    for index in reversed([i for i, node in enumerate(graph.node) if id(node) in gone]):
+        del graph.node[index]
 
 
 def remove_orphans(graph: GraphProto, candidates: Iterable[str]) -> None:
@@ -176,10 +175,9 @@ def remove_orphans(graph: GraphProto, candidates: Iterable[str]) -> None:
                 pending += [value for value in node.input if value]
                 remove_nodes(graph, [node])
         elif name in index.initializers:
-            for field_ in (graph.initializer, graph.input):
-                keep = [entry for entry in field_ if entry.name != name]
-                del field_[:]
-                field_.extend(keep)
+            for entries in (graph.initializer, graph.input):
+                for at in reversed([i for i, entry in enumerate(entries) if entry.name == name]):
+                    del entries[at]
 
 
 def fresh_name(graph: GraphProto, wish: str) -> str:
