@@ -106,11 +106,8 @@ class Zeros(Record):
     """Weights that are not zero but below 1e-6 of the largest magnitude: pruning that left dust behind."""
     two_four: bool
     """Every 4 consecutive input channels hold at most 2 nonzeros per (output channel, ky, kx): what 2:4 hardware runs."""
-
-    @property
-    def sparsity(self) -> float:
-        """Share of zeros, 0..1."""
-        return 1.0 - self.nnz / self.total
+    sparsity: float
+    """Share of zeros, 0..1."""
 
 
 class ConvLayer(Record):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsedeploy.errors import InputError
 
@@ -19,11 +19,13 @@ class Record(BaseModel):
     text ends with a newline, which makes two writes of equal records byte-identical.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants", protected_namespaces=(), populate_by_name=True
+    )
 
     def to_json(self) -> str:
         """The record as indented JSON text with a trailing newline."""
-        return self.model_dump_json(indent=2) + "\n"
+        return self.model_dump_json(indent=2, by_alias=True) + "\n"
 
     @classmethod
     def from_json(cls: type[R], text: str | bytes, origin: str | Path) -> R:
@@ -38,3 +40,9 @@ class Record(BaseModel):
                 f"{origin}: {path}: {first['msg']}{more}. The file must hold a {cls.__name__} as this version of "
                 f"sparsedeploy writes it; correct that field or make the file again."
             ) from error
+
+
+class Document(Record):
+    """A record that is a file of its own: it says which schema it follows, and another schema is refused."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
