@@ -95,8 +95,8 @@ def sparse_work(
     """Work of the sparse convolution of `nnz` stored nonzeros (a fraction is allowed, for curves over sparsity).
 
     FLOPs = 2 * nnz * oh * ow * N; bytes = e * (ic * h * w + oc * oh * ow) * N + bytes_per_nonzero * nnz. The offsets,
-    oc + 1 words, are left out. Raises ValueError when nnz is negative or more than the weight holds, or the batch or the
-    output is empty.
+    oc + 1 words, are left out. Raises ValueError when nnz is negative or more than the weight holds, or when the batch
+    or the output is empty.
     """
     if not 0 <= nnz <= _weights(geometry):
         raise ValueError(f"nnz must be 0..{_weights(geometry)} for weight {geometry.weight_shape}, not {nnz}")
