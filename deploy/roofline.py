@@ -20,7 +20,7 @@ dense runtime counts them. These are bounds: no kernel is faster, most are slowe
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sparsedeploy.devices import Device
 from sparsedeploy.layer import ELEMENT_BYTES, Geometry, Precision
@@ -48,8 +48,8 @@ class Work(Record):
         return self.flops / self.bytes
 
 
-class Bound(Record):
-    """A time and the resource that sets it."""
+class Bound(NamedTuple):
+    """A time and the resource that sets it: `us, resource = bound_us(...)`."""
 
     us: float
     resource: Resource
