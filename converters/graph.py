@@ -163,21 +163,28 @@ def remove_orphans(graph: GraphProto, candidates: Iterable[str]) -> None:
     """Remove those of the named values that nothing reads any more: initializers (and their input entries), and the
     constant nodes that made them, transitively. Values read by a body or a graph output stay.
     """
+    index = Graph(graph, Path())  # one for the whole call: an index of a 1700-node graph costs 15 ms
+    nodes: dict[int, NodeProto] = {}
+    values: set[str] = set()
+
+    def unread(name: str) -> bool:
+        return name not in index.outputs and all(id(reader) in nodes for reader in index.readers(name))
+
     pending = list(candidates)
     while pending:
         name = pending.pop()
-        index = Graph(graph, Path())
-        if index.readers(name) or name in index.outputs:
-            continue
         node = index.producer(name)
-        if node is not None:
-            if all(not index.readers(output) and output not in index.outputs for output in node.output):
-                pending += [value for value in node.input if value]
-                remove_nodes(graph, [node])
-        elif name in index.initializers:
-            for entries in (graph.initializer, graph.input):
-                for at in reversed([i for i, entry in enumerate(entries) if entry.name == name]):
-                    del entries[at]
+        if not unread(name) or (node is not None and id(node) in nodes):
+            continue
+        if node is None:
+            values |= {name} & index.initializers.keys()
+        elif all(unread(output) for output in node.output):
+            nodes[id(node)] = node
+            pending += [value for value in node.input if value]
+    remove_nodes(graph, nodes.values())
+    for entries in (graph.initializer, graph.input):
+        for at in reversed([i for i, entry in enumerate(entries) if entry.name in values]):
+            del entries[at]
 
 
 def fresh_name(graph: GraphProto, wish: str) -> str:
