@@ -7,15 +7,16 @@ form is one vector of INT32 (`encode`), which is all that the TensorRT plugin re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Union
+from typing import Literal, TypeVar, Union
 
 from sparsedeploy.layer import Precision
 
 VARIABLES = ("N", "H", "W", "OH", "OW")
+_VAR_CODES = tuple((code,) for code in range(len(VARIABLES)))
 _CONST, _VAR, _ADD, _SUB, _MUL, _DIV, _CEIL_DIV, _MIN, _MAX = range(9)
-_BINARY = {
+_BINARY: dict[int, Callable[[int, int], int]] = {
     _ADD: lambda a, b: a + b,
     _SUB: lambda a, b: a - b,
     _MUL: lambda a, b: a * b,
@@ -133,7 +134,7 @@ class Memset:
     bytes: Expr
 
 
-Op = Union[Launch, Memset]
+Op = Launch | Memset
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,18 @@ def choose(plan: Plan, dtype: str, n: int) -> Variant | None:
 
 
 def encode(plan: Plan) -> tuple[int, ...]:
-    """The plan as one vector of INT32: [variants, then per variant dtype, min_n, max_n, workspace, ops...]."""
+    """The plan as one vector of INT32: [variants, then per variant dtype, min_n, max_n, workspace, ops...].
+
+    Raises ValueError when a number does not fit INT32.
+    """
     out = [len(plan)]
     for variant in plan:
         out += [_DTYPES.index(variant.dtype), variant.min_n, variant.max_n, *_sized(variant.workspace.code)]
         out.append(len(variant.ops))
         for op in variant.ops:
             out += _encode_op(op)
+    for word in out:
+        const(word)
     return tuple(out)
 
 
@@ -189,33 +195,73 @@ def _encode_op(op: Op) -> list[int]:
 
 
 def decode(words: tuple[int, ...]) -> Plan:
-    """Inverse of `encode`; raises ValueError when words are missing or left over."""
+    """Inverse of `encode`; raises ValueError when words are missing, left over or mean nothing."""
     reader = iter(words)
     try:
-        plan = tuple(_decode_variant(reader) for _ in range(next(reader)))
-    except (StopIteration, RuntimeError, IndexError) as error:
-        raise ValueError("the launch plan ends early or holds an unknown code") from error
+        plan = _repeat(reader, _decode_variant)
+    except StopIteration as error:
+        raise ValueError("the launch plan ends early") from error
     if next(reader, None) is not None:
         raise ValueError("the launch plan has words left over")
     return plan
 
 
-def _take(reader: Iterator[int]) -> tuple[int, ...]:
-    return tuple([next(reader) for _ in range(next(reader))])
+_T = TypeVar("_T")
+
+
+def _repeat(reader: Iterator[int], read: Callable[[Iterator[int]], _T]) -> tuple[_T, ...]:
+    """A counted list. Not a generator: a StopIteration inside one would surface as RuntimeError."""
+    count = next(reader)
+    if count < 0:
+        raise ValueError(f"the launch plan holds a list of {count} elements")
+    return tuple([read(reader) for _ in range(count)])
+
+
+def _pick(reader: Iterator[int], choices: tuple[_T, ...], what: str) -> _T:
+    code = next(reader)
+    if not 0 <= code < len(choices):
+        raise ValueError(f"the launch plan holds {what} {code}, known are 0..{len(choices) - 1}")
+    return choices[code]
+
+
+def _decode_expr(reader: Iterator[int]) -> Expr:
+    """An expression that leaves exactly one value, so that evaluating it cannot run off the stack."""
+    code = _repeat(reader, next)
+    depth, at = 0, 0
+    while at < len(code):
+        op = code[at]
+        operand = op in (_CONST, _VAR)
+        depth += 1 if operand else -1
+        known = (
+            op in _BINARY
+            or (op == _VAR and code[at + 1 : at + 2] in _VAR_CODES)
+            or (op == _CONST and at + 1 < len(code))
+        )
+        if not known or depth < 1:
+            raise ValueError(f"the launch plan holds the malformed expression {code}")
+        at += 2 if operand else 1
+    if depth != 1:
+        raise ValueError(f"the launch plan holds the malformed expression {code}")
+    return Expr(code)
 
 
 def _decode_variant(reader: Iterator[int]) -> Variant:
-    dtype, min_n, max_n = _DTYPES[next(reader)], next(reader), next(reader)
-    workspace = Expr(_take(reader))
-    ops = tuple([_decode_op(reader) for _ in range(next(reader))])
-    return Variant(dtype, ops, workspace, min_n, max_n)
+    dtype, min_n, max_n = _pick(reader, _DTYPES, "dtype"), next(reader), next(reader)
+    workspace = _decode_expr(reader)
+    return Variant(dtype, _repeat(reader, _decode_op), workspace, min_n, max_n)
 
 
 def _decode_op(reader: Iterator[int]) -> Op:
-    if next(reader) == 1:
-        return Memset(next(reader), Expr(_take(reader)))
-    entry = bytes(_take(reader)).decode("ascii")
-    x, y, z = (Expr(_take(reader)) for _ in range(3))
-    bx, by, bz, shared_bytes, cluster, dependent = (next(reader) for _ in range(6))
-    args = tuple([Arg(_ARG_KINDS[next(reader)], next(reader)) for _ in range(next(reader))])
-    return Launch(entry, (x, y, z), (bx, by, bz), args, shared_bytes, cluster, bool(dependent))
+    if _pick(reader, (Launch, Memset), "op") is Memset:
+        return Memset(next(reader), _decode_expr(reader))
+    letters = _repeat(reader, next)
+    if not all(0 < letter < 128 for letter in letters):
+        raise ValueError("the launch plan holds an entry name that is not ASCII")
+    x, y, z = _decode_expr(reader), _decode_expr(reader), _decode_expr(reader)
+    bx, by, bz, shared_bytes, cluster, dependent = [next(reader) for _ in range(6)]
+    args = _repeat(reader, _decode_arg)
+    return Launch(bytes(letters).decode("ascii"), (x, y, z), (bx, by, bz), args, shared_bytes, cluster, bool(dependent))
+
+
+def _decode_arg(reader: Iterator[int]) -> Arg:
+    return Arg(_pick(reader, _ARG_KINDS, "argument"), next(reader))
