@@ -24,7 +24,7 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
   cluster      barrier.cluster.arrive.release.aligned  barrier.cluster.wait.acquire.aligned  mapa.shared::cluster.u32 %r, %addr, RANK
                st.shared::cluster.{f32,b32}            (sm_90 and later; the cluster lies along x, rank = ctaid.x % splits)
   floats       fma.rn.f32 add.f32 mul.f32 max.f32 min.f32 (immediates `0fXXXXXXXX`)
-  halves       fma.rn.f16x2 (weight: a .b32 immediate, both halves equal)  mov.b32 {%h,%h} <-> %r  cvt.f32.f16 cvt.rn.f16.f32
+  halves       fma.rn.f16x2 (weight: %w, both halves equal)  mov.b32 {%h,%h} <-> %r  cvt.f32.f16 cvt.rn.f16.f32
                prmt.b32
 
 Modes (in the entry's comment):
@@ -45,7 +45,7 @@ Markers and conventions that make the weights recoverable from the text alone:
   `ld.shared.* %v?, [%b+IMM]` is the only use of %b, and IMM gives the tap: rel = IMM - slot * stage;
        c = rel // plane, r = rel % plane // pitch, x = rel % pitch // element; the input channel is LO + c of the stage,
        the input row is r = j * sh + ky * dh and the column x = kx * dw, relative to the thread's first output pixel.
-  `fma.rn.f32 %a, %v, 0f........, %a`  or  `fma.rn.f16x2 %a, %v, 0x........, %a`: the weight of (oc, ic, ky, kx) for row j, where
+  `fma.rn.f32 %a, %v, 0f........, %a`  or  `mov.b32 %w, 0x........` and `fma.rn.f16x2 %a, %v, %w, %a`: the weight of (oc, ic, ky, kx) for row j, where
        ky = (r - j * sh) / dh, kx = x / dw. In mode hf the %v is the destination of the cvt of that load.
   Zeros have no line; an explicit zero weight is never emitted.
 """
