@@ -147,4 +147,6 @@ def find(name: str) -> Device:
         if device.name == name.lower():
             return device
     known = ", ".join(device.name for device in DEVICES)
-    raise InputError(f"--target {name}: no such device. Known: {known}. Choose one of these, or the closest by compute capability.")
+    raise InputError(
+        f"--target {name}: no such device. Known: {known}. Choose one of these, or the closest by compute capability."
+    )

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from sparsedeploy.layer import Precision
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from sparsedeploy.devices import Device
+from sparsedeploy.errors import InputError
+from sparsedeploy.layer import ConvLayer, Precision
+from sparsedeploy.plugins import KERNELS
+from sparsedeploy.plugins.kernel import Config, Kernel, Prediction
 from sparsedeploy.record import Document, Record
+from sparsedeploy.roofline import crossover as roofline_crossover
+from sparsedeploy.roofline import dense_us
+from sparsedeploy.scan import Scan
 
 DENSE = "dense"
+SPARSE = "sparse"
+"""In `--layer NAME=sparse`: the kernel predicted fastest."""
 
 
 class Predicted(Record):
@@ -55,3 +68,243 @@ class Plan(Document):
     precision: Precision
     batch: int
     layers: tuple[LayerPlan, ...]
+
+
+def make_plan(scan: Scan, device: Device, precision: Precision) -> Plan:
+    """Decide every layer by predicted times; forces nothing."""
+    return Plan(
+        model=scan.model,
+        model_hash=scan.model_hash,
+        target=device.name,
+        precision=precision,
+        batch=scan.batch,
+        layers=tuple(_decide(layer, device, precision, scan.batch) for layer in scan.layers),
+    )
+
+
+Candidate = tuple[Kernel, Config, Prediction]
+
+
+def candidates(layer: ConvLayer, device: Device, precision: Precision, batch: int) -> list[Candidate]:
+    """Each kernel that supports the layer, with its best configuration, fastest predicted first."""
+    found = []
+    for kernel in KERNELS:
+        if layer.zeros and kernel.supports(layer, device, precision) is None:
+            config, prediction = kernel.configs(layer, device, precision, batch)[0]
+            found.append((kernel, config, prediction))
+    return sorted(found, key=lambda candidate: candidate[2].us)
+
+
+def _decide(layer: ConvLayer, device: Device, precision: Precision, batch: int) -> LayerPlan:
+    options = candidates(layer, device, precision, batch) if layer.eligible else []
+    if not options or layer.geometry is None:
+        why = "; ".join(dict.fromkeys(reason.text for reason in layer.ineligible)) or "no kernel supports it"
+        return LayerPlan(name=layer.name, choice=DENSE, sparsity=layer.sparsity, reason=why)
+    kernel, config, best = options[0]
+    dense, dense_bound = dense_us(layer.geometry, device, precision, batch)
+    above = _crossover(layer, device, precision, batch, dense)
+    pays = best.us < dense and layer.sparsity > 0
+    times = f"predicted {best.us:.3g} us sparse ({best.bound}) against {dense:.3g} us dense ({dense_bound})"
+    if layer.sparsity == 0:
+        reason = "0 % zeros"
+    elif above is None:
+        reason = f"{times}: no sparsity pays here"
+    else:
+        reason = f"{times}: pays above {above:.1%} zeros, has {layer.sparsity:.1%}"
+    return LayerPlan(
+        name=layer.name,
+        choice=kernel.name if pays else DENSE,
+        config=config if pays else {},
+        predicted=Predicted(
+            us_dense=dense, us_sparse=best.us, kernel=kernel.name, bound=best.bound, source=best.source
+        ),
+        crossover=above,
+        roofline_crossover=roofline_crossover(layer.geometry, device, precision, batch),
+        sparsity=layer.sparsity,
+        reason=reason,
+    )
+
+
+def _at_sparsity(layer: ConvLayer, sparsity: float) -> ConvLayer:
+    assert layer.zeros is not None
+    nnz = round(layer.zeros.total * (1 - sparsity))
+    zeros = layer.zeros.model_copy(update={"nnz": nnz, "sparsity": 1 - nnz / layer.zeros.total})
+    return layer.model_copy(update={"zeros": zeros})
+
+
+def _crossover(layer: ConvLayer, device: Device, precision: Precision, batch: int, dense: float) -> float | None:
+    """The sparsity at which the best predicted kernel becomes faster than dense, by bisection to 0.1 %."""
+
+    def pays(sparsity: float) -> bool:
+        return candidates(_at_sparsity(layer, sparsity), device, precision, batch)[0][2].us < dense
+
+    low, high = 0.0, 0.999
+    if not pays(high):
+        return None
+    while high - low > 0.001:
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
+def override(plan: Plan, scan: Scan, device: Device, choices: Sequence[str]) -> Plan:
+    """Apply `--layer PATTERN=CHOICE` in order; CHOICE is dense, sparse or a kernel's name.
+
+    `*=sparse` forces every eligible layer; a layer named without a wildcard must be eligible. Raises InputError.
+    """
+    layers = {layer.name: layer for layer in scan.layers}
+    decided = {entry.name: entry for entry in plan.layers}
+    for text in choices:
+        pattern, _, choice = text.rpartition("=")
+        if not pattern or choice not in _choices():
+            raise InputError(
+                f"--layer {text}: needed NAME=CHOICE with one of {', '.join(_choices())}; NAME may hold * and ?, as in '*=sparse'."
+            )
+        names = [name for name in layers if fnmatch.fnmatchcase(name, pattern)] or [n for n in layers if n == pattern]
+        if not names:
+            known = ", ".join(list(layers)[:8])
+            raise InputError(f"--layer {text}: no convolution is named like {pattern!r}. The model has: {known} ...")
+        for name in names:
+            strict = name == pattern
+            if strict or layers[name].eligible or choice == DENSE:
+                decided[name] = _forced(layers[name], decided[name], device, plan, choice)
+    return plan.model_copy(update={"layers": tuple(decided[entry.name] for entry in plan.layers)})
+
+
+def _choices() -> tuple[str, ...]:
+    return (DENSE, SPARSE, *(kernel.name for kernel in KERNELS))
+
+
+def _forced(layer: ConvLayer, entry: LayerPlan, device: Device, plan: Plan, choice: str) -> LayerPlan:
+    if choice == DENSE:
+        return entry.model_copy(update={"choice": DENSE, "config": {}, "reason": "dense as asked"})
+    options = [
+        option for option in candidates(layer, device, plan.precision, plan.batch) if choice in (SPARSE, option[0].name)
+    ]
+    if not layer.eligible or not options:
+        reasons = [reason.text for reason in layer.ineligible] or [f"kernel {choice} does not support it"]
+        raise InputError(
+            f"layer {layer.name}: {choice} was asked for, but {'; '.join(dict.fromkeys(reasons))}. Leave it dense, or choose another kernel."
+        )
+    kernel, config, _ = options[0]
+    return entry.model_copy(
+        update={"choice": kernel.name, "config": config, "reason": f"{choice} as asked; {entry.reason}"}
+    )
+
+
+def load_plan(path: Path, scan: Scan, device: Device) -> Plan:
+    """Read an edited plan for this model; raises InputError with the field's path."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InputError(
+            f"--plan {path}: {error.strerror}. Make one with `sparsedeploy scan MODEL --save-plan {path}`."
+        ) from error
+    plan = Plan.from_json(text, path)
+    if plan.target != device.name:
+        raise InputError(
+            f"{path}: target: the plan is for {plan.target}, --target says {device.name}. Use the same, or plan again."
+        )
+    layers = {layer.name: layer for layer in scan.layers}
+    missing = [name for name in layers if name not in {entry.name for entry in plan.layers}]
+    if missing:
+        raise InputError(
+            f"{path}: layers: no entry for {missing[0]!r} ({len(missing)} missing). Plan this model again with --save-plan."
+        )
+    for i, entry in enumerate(plan.layers):
+        _check_entry(path, i, entry, layers, device, plan)
+    return plan
+
+
+def _check_entry(
+    path: Path, i: int, entry: LayerPlan, layers: Mapping[str, ConvLayer], device: Device, plan: Plan
+) -> None:
+    if entry.name not in layers:
+        raise InputError(
+            f"{path}: layers.{i}.name: the model has no convolution {entry.name!r}. Is the plan of another model?"
+        )
+    if entry.choice == DENSE:
+        return
+    layer = layers[entry.name]
+    kernels = {kernel.name: kernel for kernel in KERNELS}
+    if entry.choice not in kernels:
+        raise InputError(f"{path}: layers.{i}.choice: {entry.choice!r} is none of {', '.join((DENSE, *kernels))}.")
+    refusal = layer.ineligible[0] if layer.ineligible else kernels[entry.choice].supports(layer, device, plan.precision)
+    if refusal:
+        raise InputError(
+            f"{path}: layers.{i}.choice: {entry.choice} cannot run {entry.name}: {refusal.text}. Set it to dense."
+        )
+
+
+class Totals(Record):
+    """Predicted time of all convolutions whose times are known, microseconds."""
+
+    dense_us: float
+    planned_us: float
+    sparse_layers: int
+
+
+def totals(layers: Iterable[LayerPlan]) -> Totals:
+    """Sum a plan's predicted times: all dense, and as planned."""
+    layers = tuple(layers)
+    known = [(entry, entry.predicted) for entry in layers if entry.predicted]
+    return Totals(
+        dense_us=sum(predicted.us_dense for _, predicted in known),
+        planned_us=sum(p.us_dense if entry.choice == DENSE else p.us_sparse for entry, p in known),
+        sparse_layers=sum(entry.choice != DENSE for entry in layers),
+    )
+
+
+def nothing_to_convert(scan: Scan, plan: Plan) -> str | None:
+    """Why no layer is sparse in this plan, in words; None when one is."""
+    if any(entry.choice != DENSE for entry in plan.layers):
+        return None
+    summary = scan.summary
+    share = f"eligible layers hold {summary.eligible_macs_share:.1%} of all convolution MACs"
+    if not summary.eligible:
+        return f"none of {summary.convolutions} convolutions can run sparse ({_common_reason(scan)})"
+    eligible = [layer for layer in scan.layers if layer.eligible]
+    if all(layer.sparsity == 0 for layer in eligible):
+        return f"0 % zeros ({share})"
+    decided = {entry.name: entry for entry in plan.layers}
+    if all(decided[layer.name].reason == "dense as asked" for layer in eligible):
+        return "every layer is dense as asked"
+    zeros = [layer.sparsity for layer in eligible if layer.sparsity > 0]
+    needed = [decided[layer.name].crossover for layer in eligible]
+    above = [value for value in needed if value is not None]
+    need = f"the lowest crossover is {min(above):.1%}" if above else "no sparsity pays"
+    return (
+        f"no layer is predicted to be faster sparse on {plan.target}: zeros reach {max(zeros):.1%}, {need} "
+        f"({share}; predicted, not measured)"
+    )
+
+
+def _common_reason(scan: Scan) -> str:
+    texts = [reason.text for layer in scan.layers for reason in layer.ineligible]
+    return max(texts, key=texts.count) if texts else "no reason recorded"
+
+
+def judge(scan: Scan, plan: Plan, model: str) -> Scan:
+    """The scan with its verdict and the next command."""
+    why = nothing_to_convert(scan, plan)
+    target = f"--target {plan.target}" + (f" --precision {plan.precision}" if plan.precision != "fp32" else "")
+    if why:
+        zeros = any(layer.eligible and layer.sparsity > 0 for layer in scan.layers)
+        verdict = f"nothing to convert: {why}."
+        command = (
+            f"sparsedeploy convert {model} {target} --layer '*=sparse'"
+            if zeros
+            else f"sparsedeploy prune {model} --sparsity 0.9"
+        )
+        return scan.model_copy(update={"verdict": verdict, "next_command": command})
+    total = totals(plan.layers)
+    verdict = (
+        f"convert: {total.sparse_layers} of {scan.summary.convolutions} convolutions are predicted faster sparse on "
+        f"{plan.target} ({plan.precision}, batch {plan.batch}): all convolutions {_time(total.dense_us)} dense, "
+        f"{_time(total.planned_us)} as planned ({total.dense_us / total.planned_us:.2f}x). Predicted, not measured."
+    )
+    return scan.model_copy(update={"verdict": verdict, "next_command": f"sparsedeploy convert {model} {target}"})
+
+
+def _time(us: float) -> str:
+    return f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} us"

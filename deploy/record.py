@@ -20,7 +20,12 @@ class Record(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, ser_json_inf_nan="constants", protected_namespaces=(), populate_by_name=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        ser_json_inf_nan="constants",
+        protected_namespaces=(),
+        populate_by_name=True,
     )
 
     def to_json(self) -> str:

@@ -1,0 +1,160 @@
+"""The folder that a conversion leaves: written aside, renamed once, with a manifest that says what it is and what holds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparsedeploy import __version__
+from sparsedeploy.errors import CheckFailed, InputError, MachineError
+from sparsedeploy.layer import Precision
+from sparsedeploy.plugins.node import ABI_VERSION
+from sparsedeploy.reading import file_hash
+from sparsedeploy.record import Document, Record
+
+MANIFEST = "manifest.json"
+DENSE_MODEL, SPARSE_MODEL, PLAN, VERIFY, REPORT = (
+    "model.dense.onnx",
+    "model.sparse.onnx",
+    "plan.json",
+    "verify.json",
+    "report.html",
+)
+
+
+class Evidence(Record):
+    """What has been shown about the bundle, and what not."""
+
+    weights: bool
+    """Every node's weights were read back and compared with the model's."""
+    outputs: bool
+    """The sparse graph was run with them and compared with the original."""
+    code: bool = False
+    """The nodes' code was assembled and interpreted."""
+    device: bool = False
+    """It ran on the target."""
+
+
+class Manifest(Document):
+    """The content of manifest.json."""
+
+    tool: str = "sparsedeploy"
+    version: str = __version__
+    model: str
+    """File name of the user's model."""
+    model_hash: str
+    target: str
+    sm: int
+    precision: Precision
+    batch: int
+    inputs: dict[str, tuple[int, ...]]
+    plugin_abi: int = ABI_VERSION
+    sparse_layers: int
+    executable: bool
+    """Whether every sparse node carries code and a plan to launch it."""
+    evidence: Evidence
+    files: dict[str, str]
+    """SHA-256 of every other file, by path inside the bundle."""
+
+
+def default_path(model: Path) -> Path:
+    """`model.sparsedeploy` beside the model."""
+    return model.parent / f"{model.stem}.sparsedeploy"
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[Path]:
+    """A temporary folder beside `out`, renamed to it when the block ends well, removed when it does not.
+
+    A folder that holds our manifest is replaced; raises InputError for any other existing file or non-empty folder and
+    MachineError where nothing can be written.
+    """
+    refuse_foreign(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise MachineError(
+            f"{out}: cannot be written ({error.strerror}). Choose a folder you may write with -o."
+        ) from error
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        _publish(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def refuse_foreign(out: Path) -> None:
+    """Raise InputError unless `out` is free, an empty folder, or a bundle of ours."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir():
+        raise InputError(f"{out}: is a file; the output is a folder. Choose another name with -o.")
+    try:
+        ours = (out / MANIFEST).is_file() and '"tool": "sparsedeploy"' in (out / MANIFEST).read_text("utf-8", "replace")
+        empty = not any(out.iterdir())
+    except OSError as error:
+        raise InputError(f"{out}: cannot be read ({error.strerror}). Choose another folder with -o.") from error
+    if not ours and not empty:
+        raise InputError(
+            f"{out}: is not empty and holds no manifest of sparsedeploy; it will not be touched. Choose another folder with -o."
+        )
+
+
+def _publish(temporary: Path, out: Path) -> None:
+    """Swap the new folder in; the old one goes aside first because a rename cannot replace a full folder."""
+    old = None
+    if out.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+        os.rename(out, old / "bundle")
+    try:
+        os.rename(temporary, out)
+    except OSError:
+        if old is not None:
+            os.rename(old / "bundle", out)
+        raise
+    finally:
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file but the manifest, by relative path, sorted."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): file_hash(path) for path in files if path.name != MANIFEST}
+
+
+def read_manifest(out: Path) -> Manifest:
+    """The bundle's manifest; raises InputError when the folder is no bundle."""
+    path = out / MANIFEST
+    try:
+        return Manifest.from_json(path.read_bytes(), path)
+    except OSError as error:
+        raise InputError(
+            f"{out}: no bundle here ({MANIFEST}: {error.strerror}). Make one with `sparsedeploy convert MODEL -o {out}`."
+        ) from error
+
+
+def check_hashes(out: Path) -> int:
+    """Compare every file with the manifest; raises CheckFailed naming what changed. Returns the number of files."""
+    manifest, found = read_manifest(out), hashes(out)
+    for name, expected in manifest.files.items():
+        if name not in found:
+            raise CheckFailed(
+                f"{out}: {name} is missing, the manifest lists it. Copy the bundle again or convert again."
+            )
+        if found[name] != expected:
+            raise CheckFailed(
+                f"{out}: {name} was changed after conversion (its SHA-256 differs from the manifest). Convert again."
+            )
+    extra = sorted(set(found) - set(manifest.files))
+    if extra:
+        raise CheckFailed(
+            f"{out}: {extra[0]} is not in the manifest ({len(extra)} such files). Remove it or convert again."
+        )
+    return len(found)

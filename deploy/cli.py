@@ -1,0 +1,476 @@
+"""The command line. Results on stdout, progress on stderr and only on a terminal, errors as one paragraph.
+
+Exit codes: 0 ok, 1 a check failed, 2 usage or input, 3 the machine lacks something, 70 a bug of ours, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from typer.core import TyperGroup
+
+from sparsedeploy import __version__, devices
+from sparsedeploy.errors import InputError, SparseDeployError
+from sparsedeploy.gpu import closest, first_gpu
+
+if TYPE_CHECKING:
+    from sparsedeploy.convert import Conversion
+    from sparsedeploy.layer import ConvLayer, Precision
+    from sparsedeploy.plan import Plan
+    from sparsedeploy.scan import Scan
+
+BUG = 70
+
+
+class _Group(TyperGroup):
+    """Turns what commands raise into one paragraph on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; every way it can end badly has its own exit code."""
+        try:
+            return super().invoke(ctx)
+        except SparseDeployError as error:
+            _fail(str(error), error.exit_code)
+        except KeyboardInterrupt:
+            _fail("Interrupted. Nothing was left behind.", 130)
+        except BrokenPipeError:
+            os._exit(0)  # the reader of our output has gone: nobody is left to tell
+        except MemoryError:
+            _fail("Out of memory. The model with its copies did not fit; use a machine with more memory.", 3)
+        except OSError as error:
+            _fail(
+                f"{error.filename or 'A file'}: {error.strerror or error}. Check the path, the permissions and the free space.",
+                3,
+            )
+        except Exception as error:
+            if (
+                isinstance(error, (typer.Exit, typer.Abort))
+                or hasattr(error, "exit_code")
+                or "SPARSEDEPLOY_TRACEBACK" in os.environ
+            ):
+                raise
+            _fail(
+                f"Unexpected {type(error).__name__}: {error}. Either the file is damaged in a way that was not foreseen or "
+                "this is a bug in sparsedeploy. Run again with SPARSEDEPLOY_TRACEBACK=1 and report the traceback.",
+                BUG,
+            )
+
+
+def _fail(message: str, code: int) -> None:
+    text = " ".join(message.split())
+    print(textwrap.fill(f"sparsedeploy: {text}", 100, break_long_words=False, break_on_hyphens=False), file=sys.stderr)
+    raise typer.Exit(code)
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Make the zeros of a pruned CNN pay on NVIDIA devices. [bold]scan[/bold] tells, [bold]convert[/bold] makes a verified bundle.",
+)
+
+Target = Annotated[
+    str | None,
+    typer.Option("--target", "-t", help="Device: " + ", ".join(device.name for device in devices.DEVICES) + ".", show_default="the GPU here, else a100"),
+]  # fmt: skip
+PrecisionOption = Annotated[
+    str | None, typer.Option("--precision", help="fp32 or fp16.", show_default="fp32, fp16 for an fp16 model")
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch", min=1, max=65535, help="Images per inference where the model leaves it open.", show_default="1"
+    ),
+]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shape", help="NAME=1x3x224x224 for an input with open dimensions; may be repeated."),
+]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option("--layer", help="NAME=dense|sparse|KERNEL, * and ? allowed: '*=sparse' forces all eligible layers."),
+]
+ModelFile = Annotated[Path, typer.Argument(help="ONNX model.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON, nothing else, on stdout.")]
+
+
+def main() -> None:
+    """Entry point of the `sparsedeploy` command."""
+    app(prog_name="sparsedeploy")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"sparsedeploy {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def scan(
+    model: ModelFile,
+    target: Target = None,
+    precision: PrecisionOption = None,
+    batch: Batch = None,
+    shape: Shapes = None,
+    as_json: Json = False,
+    csv: Annotated[Path | None, typer.Option("--csv", help="Also write one row per convolution to this file.")] = None,
+    save_plan: Annotated[
+        Path | None, typer.Option("--save-plan", help="Also write the plan, to edit and pass to convert --plan.")
+    ] = None,
+) -> None:
+    """Tell what a model holds: zeros per convolution, what can run sparse, whether it pays, and what to do next."""
+    from sparsedeploy.plan import judge, make_plan
+    from sparsedeploy.reading import read
+    from sparsedeploy.scan import scan as scan_reading
+    from sparsedeploy.scan import to_csv
+
+    device, chosen = _target(target), _precision(precision, model)
+    with _progress(as_json) as tell:
+        tell("reading the model")
+        reading = read(model, device, chosen, _shapes(shape), batch)
+        found = scan_reading(reading, device)
+        plan = make_plan(found, device, chosen)
+        found = judge(found, plan, str(model))
+    if csv:
+        _write(csv, to_csv(found))
+    if save_plan:
+        _write(save_plan, plan.to_json())
+    if as_json:
+        sys.stdout.write(found.to_json())
+        return
+    _print_target(device, target)
+    _print_scan(found, plan)
+
+
+@app.command()
+def convert(
+    model: ModelFile,
+    target: Target = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Output folder.", show_default="MODEL.sparsedeploy")
+    ] = None,
+    precision: PrecisionOption = None,
+    batch: Batch = None,
+    shape: Shapes = None,
+    layer: Layers = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Use this plan instead of planning.")] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option("--input", help="Also verify with the arrays of this .npz, named as the model's inputs."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random verification inputs.")] = 0,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Convert although the target's TensorRT lacks operators.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a verified bundle of a pruned model: dense and sparse ONNX, plan, proof and report. The main job."""
+    from sparsedeploy.bundle import default_path
+    from sparsedeploy.convert import Request
+    from sparsedeploy.convert import convert as run
+    from sparsedeploy.plan import Plan
+
+    if plan is not None and plan.is_file():
+        saved = Plan.from_json(plan.read_bytes(), plan)
+        target, precision, batch = target or saved.target, precision or saved.precision, batch or saved.batch
+    device, chosen = _target(target), _precision(precision, model)
+    if not as_json:
+        _print_target(device, target)
+    with _progress(as_json) as tell:
+        done = run(
+            Request(
+                model=model,
+                device=device,
+                out=out or default_path(model),
+                precision=chosen,
+                batch=batch,
+                shapes=_shapes(shape),
+                plan=plan,
+                layers=tuple(layer or ()),
+                inputs=inputs,
+                seed=seed,
+                keep_going=keep_going,
+                tell=tell,
+            )
+        )
+    if as_json:
+        sys.stdout.write(done.manifest.to_json())
+        return
+    _print_conversion(done)
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(help="Bundle made by convert.", show_default=False)],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="The original model.",
+            show_default="the file of that name beside the bundle, else the bundle's dense model",
+        ),
+    ] = None,
+    inputs: Annotated[
+        Path | None, typer.Option("--input", help="Verify with the arrays of this .npz instead of random ones.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random inputs.")] = 0,
+    hashes_only: Annotated[
+        bool, typer.Option("--hashes-only", help="Only compare the files with the manifest.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove a bundle again: files unchanged, weights read back, outputs equal to the original's."""
+    from sparsedeploy.bundle import check_hashes
+    from sparsedeploy.convert import verdict
+    from sparsedeploy.reverify import verify_bundle
+    from sparsedeploy.verify import require
+
+    count = check_hashes(bundle)
+    if hashes_only:
+        print(f"{bundle}: {count} files are as the manifest says")
+        return
+    with _progress(as_json) as tell:
+        tell("verifying")
+        result = verify_bundle(bundle, model, inputs, seed)
+    if as_json:
+        sys.stdout.write(result.to_json())
+    else:
+        print(f"{bundle}: {count} files are as the manifest says")
+        print(f"{bundle}: {verdict(result)}" + (f" ({result.note})" if result.note else ""))
+    require(result)
+
+
+@app.command()
+def prune(
+    model: ModelFile,
+    sparsity: Annotated[
+        str, typer.Option("--sparsity", help="Share of zeros, 0 to below 1; or N:M with --method n:m.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Pruned model to write.", show_default=False)],
+    method: Annotated[
+        str, typer.Option("--method", help="magnitude-global, magnitude-layer, random or n:m.")
+    ] = "magnitude-global",
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--layers",
+            help="Names of convolutions to prune, * and ? allowed; may be repeated.",
+            show_default="every 2-D convolution of 8 or more input channels, group 1",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of --method random.")] = 0,
+) -> None:
+    """Zero the weights of a dense model, to try the tool. Accuracy needs retraining: this makes test models."""
+    from sparsedeploy.pruning import prune_file
+
+    report = prune_file(model, out, sparsity, method, tuple(layers or ()), seed)
+    print(report)
+    print("For tests of speed and correctness only: pruned this way, a network needs retraining before it is accurate.")
+    print(f"Next: sparsedeploy scan {out}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder to work in.")] = Path("sparsedeploy-demo"),
+    target: Annotated[
+        list[str] | None,
+        typer.Option("--target", "-t", help="Device; may be repeated.", show_default="jetson-nano and a100"),
+    ] = None,
+) -> None:
+    """Make a pruned ResNet-18 and convert it for two devices, by plan and forced."""
+    from sparsedeploy import demo as demo_module
+
+    targets = tuple(devices.find(name) for name in target) if target else demo_module.default_targets()
+    with _progress(False) as tell:
+        tell("making a ResNet-18 at 90 % zeros")
+        model = demo_module.write_model(out)
+        done = demo_module.runs(model, out, targets, tell)
+    print(
+        f"{model}: ResNet-18, random He weights, pruned to {demo_module.SPARSITY:.0%} by skewed magnitude (no accuracy to speak of)"
+    )
+    for label, conversion in done:
+        print()
+        print(f"== {conversion.manifest.target}, {conversion.manifest.precision}, {label}")
+        _print_conversion(conversion)
+    print()
+    print(f"Open {done[0][1].out / 'report.html'} in a browser. Your own model: sparsedeploy scan MODEL.onnx")
+    print("Next step on the device: no device kit yet; the bundles hold verified weights and no kernels.")
+
+
+def _target(name: str | None) -> devices.Device:
+    if name is not None:
+        return devices.find(name)
+    gpu = first_gpu()
+    return (closest(gpu) if gpu else None) or devices.find(devices.DEFAULT)
+
+
+def _print_target(device: devices.Device, asked: str | None) -> None:
+    if asked is None:
+        gpu = first_gpu()
+        why = f"closest to the GPU here, {gpu.name}" if gpu and closest(gpu) else "no known GPU here"
+        others = ", ".join(row.name for row in devices.DEVICES if row is not device)
+        print(f"target {device.name}: {device.title} ({why}; --target changes it: {others})")
+    else:
+        print(f"target {device.name}: {device.title}")
+
+
+def _precision(name: str | None, model: Path) -> Precision:
+    if name is None:
+        from sparsedeploy.reading import stored_precision
+
+        return stored_precision(model)
+    if name == "fp32" or name == "fp16":
+        return name  # type: ignore[return-value]
+    raise InputError(f"--precision {name}: needed fp32 or fp16. (int8 is not supported: quantised layers stay dense.)")
+
+
+def _shapes(texts: list[str] | None) -> dict[str, tuple[int, ...]]:
+    from sparsedeploy.converters.shapes import parse_shape
+
+    return dict(parse_shape(text) for text in texts or ())
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.partial")
+    temporary.write_text(text, "utf-8")
+    temporary.replace(path)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Any]:
+    """A callable that shows the current stage: a spinner on a terminal's stderr, nothing elsewhere."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda stage: None
+        return
+    with console.status("starting") as status:
+        yield lambda stage: status.update(escape(stage))
+
+
+def _console() -> Console:
+    """Tables keep their columns when piped: a file has no width."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+def _print_scan(found: Scan, plan: Plan) -> None:
+    summary = found.summary
+    print(
+        f"{found.model}: opset {found.opset}, IR {found.ir_version}, {', '.join(_shape_text(n, s) for n, s in found.inputs.items())}"
+    )
+    for note in found.notes:
+        print(f"note: {note}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("convolution", "weight", "conv", "input", "dtype"):
+        table.add_column(name, overflow="fold")
+    for name in ("zeros %", "nnz/oc min/med/max", "empty", "2:4"):
+        table.add_column(name, justify="right")
+    for name in ("fused", "eligible", "plan"):
+        table.add_column(name, overflow="fold")
+    decided = {entry.name: entry for entry in plan.layers}
+    for layer in found.layers:
+        entry = decided[layer.name]
+        table.add_row(*(escape(cell) for cell in _cells(layer)), escape(entry.choice))
+    _console().print(table)
+    cap = f"{summary.gain_cap:.2f}x" if summary.gain_cap else "none"
+    print(
+        f"eligible {summary.eligible} of {summary.convolutions} convolutions, {summary.eligible_macs_share:.1%} of "
+        f"{summary.macs / 1e9:.2f} GMAC per image; end-to-end gain capped at {cap} by the rest (Amdahl, in MACs); "
+        f"zeros {summary.sparsity_by_macs:.1%} by MACs, {summary.sparsity_by_weights:.1%} by weights"
+    )
+    for hint in found.hints:
+        print(f"hint: {hint}")
+    print(found.verdict)
+    print(f"Next: {found.next_command}")
+
+
+def _cells(layer: ConvLayer) -> tuple[str, ...]:
+    g, z = layer.geometry, layer.zeros
+    conv = ""
+    if g:
+        pads = g.pads if g.pads[:2] != g.pads[2:] else g.pads[:2] if g.pads[0] != g.pads[1] else g.pads[:1]
+        stride = g.stride[:1] if g.stride[0] == g.stride[1] else g.stride
+        dilation = "" if g.dilation == (1, 1) else f" d{_joined(g.dilation)}"
+        conv = f"{g.kh}x{g.kw} s{_joined(stride)} p{_joined(pads)} g{g.group}{dilation}"
+    elif layer.op != "Conv":
+        conv = layer.op
+    spread = f"{z.nnz_per_channel[0]}/{z.nnz_per_channel[1]:g}/{z.nnz_per_channel[2]}" if z else "-"
+    reasons = "; ".join(dict.fromkeys(reason.text for reason in layer.ineligible))
+    return (
+        layer.name,
+        "x".join(map(str, layer.shape)) or "?",
+        conv,
+        "x".join(map(str, layer.input_shape[1:])) or "?",
+        layer.dtype,
+        f"{100 * z.sparsity:.1f}" if z else "-",
+        spread,
+        str(z.empty_filters) if z else "-",
+        "yes" if z and z.two_four else "no",
+        layer.epilogue.describe(),
+        f"no: {reasons}" if reasons else "yes",
+    )
+
+
+def _joined(values: tuple[int, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+def _shape_text(name: str, shape: tuple[Any, ...]) -> str:
+    return f"{name} {'x'.join(map(str, shape))}"
+
+
+def _print_conversion(done: Conversion) -> None:
+    from sparsedeploy.convert import sizes, verdict
+    from sparsedeploy.plan import DENSE, totals
+
+    if done.nothing:
+        print(f"nothing to convert: {done.nothing}")
+    for note in done.notes:
+        print(f"note: {note}")
+    for hint in done.scan.hints:
+        print(f"hint: {hint}")
+    if not done.nothing:
+        total = totals(done.plan.layers)
+        used = [entry.choice for entry in done.plan.layers if entry.choice != DENSE]
+        kernels = ", ".join(f"{used.count(name)} {name}" for name in sorted(set(used)))
+        gain = total.dense_us / total.planned_us if total.planned_us else 1.0
+        print(
+            f"{len(used)} of {done.scan.summary.convolutions} convolutions sparse ({kernels}); predicted for all "
+            f"convolutions, not measured: {total.dense_us:.4g} us dense, {total.planned_us:.4g} us as planned ({gain:.2f}x)"
+        )
+    note = f" ({done.verification.note})" if done.verification.note else ""
+    print(f"verified: {verdict(done.verification)}{note}")
+    print(f"{done.out}: {sizes(done.out)}, report.html")
+    if not done.nothing and not done.manifest.executable:
+        print("weights verified; no kernel yet")
+    if done.nothing:
+        print(f"Next: {done.scan.next_command}")
+    else:
+        print(
+            f"Next: open {done.out / 'report.html'}; check the copy on another machine with `sparsedeploy verify {done.out}`"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""The main job: a pruned model in, a verified bundle out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsedeploy import bundle
+from sparsedeploy.bundle import Evidence, Manifest
+from sparsedeploy.converters.fuse import ConvUnit, find_units
+from sparsedeploy.converters.load import save
+from sparsedeploy.converters.opset import compare_in_ort, export_hint, lower_opset, unsupported_operators
+from sparsedeploy.converters.precision import to_fp16
+from sparsedeploy.converters.rewrite import rewrite
+from sparsedeploy.converters.shapes import fix_input_shapes, infer_shapes
+from sparsedeploy.devices import Device
+from sparsedeploy.errors import CheckFailed, InputError
+from sparsedeploy.layer import ConvLayer, Precision
+from sparsedeploy.plan import (
+    DENSE,
+    LayerPlan,
+    Plan,
+    candidates,
+    judge,
+    load_plan,
+    make_plan,
+    nothing_to_convert,
+    override,
+)
+from sparsedeploy.plugins.kernel import BuildOptions, Built, UnfitWeightsError
+from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.reading import Reading, read, unit_names
+from sparsedeploy.report import render
+from sparsedeploy.scan import Scan, scan
+from sparsedeploy.verify import Subject, Verification, load_feeds, random_feeds, require, tolerance_for, verify
+
+Floats = NDArray[np.float32]
+LOWERING_TOLERANCE = 1e-5
+"""Lowering changes no arithmetic; more than this share of the largest output is a bug in our table."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to convert, and how."""
+
+    model: Path
+    device: Device
+    out: Path
+    precision: Precision = "fp32"
+    batch: int | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    plan: Path | None = None
+    layers: tuple[str, ...] = ()
+    """`NAME=CHOICE` overrides, in order."""
+    inputs: Path | None = None
+    """An .npz to verify with, besides seeded random inputs."""
+    seed: int = 0
+    keep_going: bool = False
+    """Convert although the target's TensorRT lacks operators of the model."""
+    tell: Callable[[str], None] = lambda stage: None
+    """Called with the name of each stage as it begins."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did."""
+
+    out: Path
+    manifest: Manifest
+    scan: Scan
+    plan: Plan
+    verification: Verification
+    nothing: str | None
+    """Why no layer is sparse; None when one is."""
+    notes: tuple[str, ...]
+
+
+def convert(request: Request) -> Conversion:
+    """Scan, plan, pack, rewrite, verify and write the bundle.
+
+    Raises SparseDeployError; the output folder is then as it was before.
+    """
+    bundle.refuse_foreign(request.out)
+    request.tell("reading the model")
+    reading = read(
+        request.model, request.device, request.precision, request.shapes, request.batch, _named_sparse(request.layers)
+    )
+    scanned = scan(reading, request.device)
+    request.tell("planning")
+    plan = _plan(request, scanned)
+    request.tell("packing weights")
+    weights = {entry.name: reading.weight(entry.name) for entry in plan.layers if entry.choice != DENSE}
+    built, plan = _build(request, reading, plan, weights)
+    scanned = judge(scanned, plan, str(request.model))
+    _fit_target(request, reading)
+    with bundle.writing(request.out) as folder:
+        request.tell("writing the models")
+        units = _write_models(request, reading, folder, {name: item.node for name, item in built.items()})
+        request.tell("verifying")
+        verification = _verify(request, reading, folder, built, weights)
+        require(verification)
+        notes = tuple(reading.model.notes) + tuple(note for item in built.values() for note in item.notes)
+        manifest = _finish(request, reading, folder, scanned, plan, built, verification)
+    assert units or not built
+    return Conversion(request.out, manifest, scanned, plan, verification, nothing_to_convert(scanned, plan), notes)
+
+
+def _named_sparse(choices: tuple[str, ...]) -> tuple[str, ...]:
+    """Layers asked for by their full name: the only way to dequantise int8 weights."""
+    pairs = [text.rpartition("=") for text in choices]
+    return tuple(name for name, _, choice in pairs if choice != DENSE and "*" not in name and "?" not in name)
+
+
+def _plan(request: Request, scanned: Scan) -> Plan:
+    if request.plan:
+        plan = load_plan(request.plan, scanned, request.device)
+        plan = plan.model_copy(update={"precision": request.precision, "batch": scanned.batch})
+    else:
+        plan = make_plan(scanned, request.device, request.precision)
+    return override(plan, scanned, request.device, request.layers)
+
+
+def _build(
+    request: Request, reading: Reading, plan: Plan, weights: Mapping[str, tuple[Floats, Floats | None]]
+) -> tuple[dict[str, Built], Plan]:
+    """A node per sparse layer; a layer whose weights fit no kernel becomes dense in the plan, with the reason."""
+    layers = {layer.name: layer for layer in reading.layers}
+    built: dict[str, Built] = {}
+    entries: list[LayerPlan] = []
+    for entry in plan.layers:
+        if entry.choice == DENSE:
+            entries.append(entry)
+            continue
+        item, entry = _build_layer(request, plan, layers[entry.name], entry, *weights[entry.name])
+        if item is not None:
+            built[entry.name] = item
+        entries.append(entry)
+    return built, plan.model_copy(update={"layers": tuple(entries)})
+
+
+def _build_layer(
+    request: Request, plan: Plan, layer: ConvLayer, entry: LayerPlan, weight: Floats, bias: Floats | None
+) -> tuple[Built | None, LayerPlan]:
+    """Try the chosen kernel, then the others in predicted order, until one can carry the weights."""
+    options = candidates(layer, request.device, plan.precision, plan.batch)
+    options.sort(key=lambda option: option[0].name != entry.choice)
+    build_options = BuildOptions(precision=plan.precision, batch=plan.batch, archs=(request.device.sm,))
+    why = []
+    for kernel, config, _ in options:
+        config = entry.config if kernel.name == entry.choice and entry.config else config
+        try:
+            item = kernel.build(layer, weight, bias, request.device, config, build_options)
+        except UnfitWeightsError as error:
+            why.append(f"{kernel.name} cannot carry its weights: {error}")
+            continue
+        if kernel.name != entry.choice:
+            entry = entry.model_copy(
+                update={"choice": kernel.name, "config": config, "reason": "; ".join([*why, entry.reason])}
+            )
+        return item, entry
+    return None, entry.model_copy(update={"choice": DENSE, "config": {}, "reason": "; ".join(why)})
+
+
+def _fit_target(request: Request, reading: Reading) -> None:
+    """Make the graph what the target's TensorRT reads: its opset, its operators, and fp16 where asked."""
+    model, device = reading.model, request.device
+    if device.max_opset is not None:
+        _lower(request, reading, device.max_opset)
+        missing = unsupported_operators(model)
+        if missing and not request.keep_going:
+            shown = ", ".join(f"{operator} ('{node}')" for operator, node in missing[:4])
+            raise InputError(
+                f"{request.model}: TensorRT {device.tensorrt[0]} on {device.name} has no {shown}"
+                f"{f' and {len(missing) - 4} more' if len(missing) > 4 else ''}. Replace them in the model, export with "
+                f"an older opset ({export_hint(model)}), or pass --keep-going if a plugin of yours provides them."
+            )
+    if request.precision == "fp16":
+        request.tell("making the fp16 graph")
+        to_fp16(model)
+
+
+def _lower(request: Request, reading: Reading, newest: int) -> None:
+    model = reading.model
+    if model.opset() <= newest:
+        return
+    request.tell(f"lowering opset {model.opset()} to {newest}")
+    before = type(model.proto)()
+    before.CopyFrom(model.proto)
+    was = model.opset()
+    lower_opset(model, newest)
+    feeds = random_feeds(model, reading.inputs, request.seed)
+    difference = compare_in_ort(before, model.proto, feeds)
+    if not difference <= LOWERING_TOLERANCE:
+        raise CheckFailed(
+            f"{request.model}: lowering opset {was} to {newest} changed an output by {difference:.3g} of its largest value. "
+            f"Nothing was written; export with {export_hint(model)} instead, and please report this model."
+        )
+    model.notes.append(
+        f"opset {was} lowered to {newest} for TensorRT {request.device.tensorrt[0]}; outputs equal in ONNX Runtime"
+    )
+
+
+def _write_models(
+    request: Request, reading: Reading, folder: Path, nodes: Mapping[str, SparseConv]
+) -> tuple[ConvUnit, ...]:
+    """model.dense.onnx, and model.sparse.onnx where a layer is sparse; the reading's model becomes the sparse one."""
+    model = reading.model
+    save(model, folder / bundle.DENSE_MODEL)
+    if not nodes:
+        return ()
+    # Lowering and fp16 changed the graph: find the units again; names and order of convolutions stay.
+    units = find_units(model, infer_shapes(model, reading.inputs))
+    names = unit_names(units)
+    by_output = {unit.conv.output[0]: nodes[name] for name, unit in zip(names, units, strict=True) if name in nodes}
+    if len(by_output) != len(nodes):
+        raise AssertionError(f"layers lost between reading and rewriting: {sorted(set(nodes) - set(names))}")
+    if any(node.fixed_hw for node in nodes.values()):
+        fix_input_shapes(model, reading.inputs)
+    rewrite(model, by_output, units)
+    save(model, folder / bundle.SPARSE_MODEL)
+    return units
+
+
+def _verify(
+    request: Request,
+    reading: Reading,
+    folder: Path,
+    built: Mapping[str, Built],
+    weights: Mapping[str, tuple[Floats, Floats | None]],
+) -> Verification:
+    nodes = [item.node for item in built.values()]
+    subject = Subject(
+        sparse=reading.model,
+        weights=weights,
+        dense_file=folder / bundle.DENSE_MODEL,
+        original=request.model,
+        tolerance=tolerance_for(nodes, request.precision),
+    )
+    result = verify(subject, random_feeds(reading.model, reading.inputs, request.seed), f"seed {request.seed}")
+    if request.inputs:
+        feeds = load_feeds(request.inputs, reading.model, reading.inputs)
+        more = verify(subject, feeds, request.inputs.name)
+        result = more.model_copy(update={"comparisons": result.comparisons + more.comparisons})
+    return result
+
+
+def _finish(
+    request: Request,
+    reading: Reading,
+    folder: Path,
+    scanned: Scan,
+    plan: Plan,
+    built: Mapping[str, Built],
+    verification: Verification,
+) -> Manifest:
+    """Write plan, verification, report and, last, the manifest over all of them."""
+    request.tell("writing the report")
+    (folder / bundle.PLAN).write_text(plan.to_json(), "utf-8")
+    (folder / bundle.VERIFY).write_text(verification.to_json(), "utf-8")
+    facts = {"Verified": verdict(verification), "Size": sizes(folder)}
+    (folder / bundle.REPORT).write_text(render(scanned, plan, request.device, facts), "utf-8")
+    manifest = Manifest(
+        model=request.model.name,
+        model_hash=reading.model_hash,
+        target=request.device.name,
+        sm=request.device.sm,
+        precision=request.precision,
+        batch=reading.batch,
+        inputs=reading.inputs,
+        sparse_layers=len(built),
+        executable=bool(built) and all(item.node.executable for item in built.values()),
+        evidence=Evidence(
+            weights=all(check.passed for check in verification.weights) and bool(built),
+            outputs=verification.passed and bool(verification.comparisons),
+        ),
+        files=bundle.hashes(folder),
+    )
+    (folder / bundle.MANIFEST).write_text(manifest.to_json(), "utf-8")
+    return manifest
+
+
+def verdict(verification: Verification) -> str:
+    """One line: how many nodes were verified and how close the outputs are."""
+    if not verification.sparse_nodes_verified:
+        subject = "nothing was converted; the dense graph"
+    else:
+        count = verification.sparse_nodes_verified
+        subject = f"{count} sparse node{'s' if count > 1 else ''} read back and"
+    outputs = [output for comparison in verification.comparisons for output in comparison.outputs]
+    if not outputs:
+        return f"{subject} compared with nothing: no output could be run"
+    worst = min(outputs, key=lambda output: output.margin)
+    reference = verification.comparisons[0].reference
+    top1 = [output.top1_agreement for output in outputs if output.top1_agreement is not None]
+    agree = f", top-1 agreement {min(top1):.0%}" if top1 else ""
+    return (
+        f"{subject} run against {reference}: worst output {worst.name}, max abs {worst.max_abs:.2g} of largest "
+        f"{worst.largest:.3g} (allowed {worst.tolerance:g}), cosine {worst.cosine:.7f}{agree}"
+    )
+
+
+def sizes(folder: Path) -> str:
+    """Size of the dense and the sparse model file, side files included."""
+    parts = []
+    for name in (bundle.DENSE_MODEL, bundle.SPARSE_MODEL):
+        files = [path for path in (folder / name, folder / f"{name}.data") if path.is_file()]
+        if files:
+            parts.append(f"{name} {sum(path.stat().st_size for path in files) / 1e6:.2f} MB")
+    return ", ".join(parts)

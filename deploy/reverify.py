@@ -1,0 +1,58 @@
+"""Verification of a bundle on disk, without converting again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparsedeploy import bundle
+from sparsedeploy.converters.load import load
+from sparsedeploy.converters.rewrite import read_nodes
+from sparsedeploy.devices import find
+from sparsedeploy.errors import InputError
+from sparsedeploy.plan import DENSE, Plan
+from sparsedeploy.reading import file_hash, read
+from sparsedeploy.verify import Subject, Verification, load_feeds, random_feeds, tolerance_for, verify
+
+
+def verify_bundle(out: Path, model: Path | None, inputs: Path | None, seed: int) -> Verification:
+    """Weights and outputs of a bundle against the original, or against its own dense model where that is gone.
+
+    Raises InputError when `model` is given and is not the file that was converted.
+    """
+    manifest = bundle.read_manifest(out)
+    original = _original(out, manifest, model)
+    plan = Plan.from_json((out / bundle.PLAN).read_bytes(), out / bundle.PLAN)
+    sparse_file = out / bundle.SPARSE_MODEL
+    sparse = load(sparse_file if sparse_file.is_file() else out / bundle.DENSE_MODEL)
+    nodes = list(read_nodes(sparse).values())
+    quantized = tuple(entry.name for entry in plan.layers if entry.choice != DENSE)
+    reading = read(original, find(manifest.target), manifest.precision, manifest.inputs, None, quantized)
+    weights = {node.layer: reading.weight(node.layer) for node in nodes}
+    feeds = (
+        load_feeds(inputs, reading.model, manifest.inputs)
+        if inputs
+        else random_feeds(reading.model, manifest.inputs, seed)
+    )
+    subject = Subject(sparse, weights, out / bundle.DENSE_MODEL, original, tolerance_for(nodes, manifest.precision))
+    result = verify(subject, feeds, inputs.name if inputs else f"seed {seed}")
+    if original == out / bundle.DENSE_MODEL:
+        note = (
+            f"{manifest.model} is not here: compared with the bundle's own dense model; give the original with --model"
+        )
+        result = result.model_copy(update={"note": f"{result.note} {note}".strip()})
+    return result
+
+
+def _original(out: Path, manifest: bundle.Manifest, model: Path | None) -> Path:
+    if model is not None:
+        if not model.is_file():
+            raise InputError(f"--model {model}: no such file. Give the file that was converted, {manifest.model}.")
+        if file_hash(model) != manifest.model_hash:
+            raise InputError(
+                f"--model {model}: is not the file this bundle was made of (its SHA-256 differs). Convert it again."
+            )
+        return model
+    beside = out.resolve().parent / manifest.model
+    if beside.is_file() and file_hash(beside) == manifest.model_hash:
+        return beside
+    return out / bundle.DENSE_MODEL

@@ -1,0 +1,348 @@
+"""Proof that what the sparse nodes carry is the user's model: weights read back, outputs compared, never a wider tolerance.
+
+Each node is unpacked from its own words (or code) and turned back into a Conv; ONNX Runtime runs that graph and the user's
+original file on the same inputs. Tolerances are shares of the tensor's largest magnitude and are fixed: 1e-4 where
+weights and activations are fp32, 1e-2 where either is fp16.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from sparsedeploy.converters.graph import Model
+from sparsedeploy.converters.load import save
+from sparsedeploy.converters.rewrite import restore
+from sparsedeploy.errors import CheckFailed, InputError
+from sparsedeploy.layer import Epilogue
+from sparsedeploy.plugins import kernel_named
+from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.plugins.reference import conv2d
+from sparsedeploy.record import Document, Record
+
+Array = NDArray[np.generic]
+Floats = NDArray[np.float32]
+Feeds = Mapping[str, Array]
+Weights = tuple[Floats, Floats | None]
+
+FP32_TOLERANCE = 1e-4
+FP16_TOLERANCE = 1e-2
+FP16_ROUNDING = 2.0**-11
+"""Largest relative error of rounding a normal number to fp16."""
+_EXACT_KERNELS = ("csr", "baked")
+
+
+class OutputCheck(Record):
+    """One output of one comparison. All errors are against the reference."""
+
+    name: str
+    max_abs: float
+    max_rel: float
+    """Largest |a - b| / |b| over elements of at least 1 % of the largest magnitude."""
+    cosine: float
+    top1_agreement: float | None
+    """Share of rows with the same argmax; None where the output is no [rows, classes]."""
+    largest: float
+    tolerance: float
+    """Allowed max_abs as a share of largest."""
+    margin: float
+    """How many times the error would fit into the tolerance; below 1 fails."""
+    passed: bool
+
+
+class Comparison(Record):
+    """One model run against the reference on one set of inputs."""
+
+    model: str
+    reference: str
+    inputs: str
+    outputs: tuple[OutputCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every output is within tolerance."""
+        return all(output.passed for output in self.outputs)
+
+
+class WeightCheck(Record):
+    """The weights one node carries, read back, against the model's own."""
+
+    layer: str
+    kernel: str
+    nnz: int
+    rounded: int
+    """Weights that differ from the model's by rounding to fp16; 0 for exact formats."""
+    max_rel: float
+    passed: bool
+
+
+class Verification(Document):
+    """The content of verify.json."""
+
+    sparse_nodes_verified: int
+    weights: tuple[WeightCheck, ...]
+    comparisons: tuple[Comparison, ...]
+    first_diverging_layer: str | None = None
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all weights and outputs are within tolerance."""
+        return all(check.passed for check in self.weights) and all(entry.passed for entry in self.comparisons)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be verified: the sparse model, the model's own weights by layer, and the files around it."""
+
+    sparse: Model
+    weights: Mapping[str, Weights]
+    """By SparseConv.layer."""
+    dense_file: Path
+    original: Path
+    """The user's file."""
+    tolerance: float
+
+
+def tolerance_for(nodes: Sequence[SparseConv], precision: str) -> float:
+    """The fixed tolerance: fp32 throughout, or fp16 somewhere."""
+    exact = precision == "fp32" and all(node.kernel in _EXACT_KERNELS for node in nodes)
+    return FP32_TOLERANCE if exact else FP16_TOLERANCE
+
+
+def check_weights(node: SparseConv, weight: Floats, bias: Floats | None) -> WeightCheck:
+    """Unpack a node and compare: exact formats bit for bit, fp16 ones within 2^-11 relative, zeros exactly."""
+    kernel = kernel_named(node.kernel)
+    got, got_bias = kernel.unpack(node)
+    exact = node.kernel in _EXACT_KERNELS and node.precision == "fp32"
+    allowed = 0.0 if node.kernel in _EXACT_KERNELS and node.precision == "fp32" else FP16_ROUNDING
+    if got.shape != weight.shape:
+        return WeightCheck(layer=node.layer, kernel=node.kernel, nnz=0, rounded=0, max_rel=float("inf"), passed=False)
+    differ = got != weight
+    error = np.abs(got[differ].astype(np.float64) - weight[differ]) / np.maximum(np.abs(weight[differ]), 1e-45)
+    max_rel = float(error.max(initial=0.0))
+    zeros_kept = bool(np.array_equal(got != 0, weight != 0))
+    bias_kept = _same_bias(got_bias, bias, exact)
+    return WeightCheck(
+        layer=node.layer, kernel=node.kernel, nnz=int(np.count_nonzero(got)), rounded=int(np.count_nonzero(differ)),
+        max_rel=max_rel, passed=zeros_kept and bias_kept and max_rel <= allowed,
+    )  # fmt: skip
+
+
+def _same_bias(got: Floats | None, bias: Floats | None, exact: bool) -> bool:
+    if bias is None or got is None:
+        return (got is None or not np.any(got)) and (bias is None or not np.any(bias))
+    return bool(np.allclose(got, bias, rtol=0 if exact else FP16_ROUNDING, atol=0))
+
+
+def verify(subject: Subject, feeds: Feeds, feeds_name: str) -> Verification:
+    """Weights of every node, then the dense and the sparse model against the original. Raises nothing on a mismatch."""
+    nodes = _nodes(subject.sparse)
+    weights = tuple(check_weights(node, *subject.weights[node.layer]) for node in nodes)
+    with tempfile.TemporaryDirectory(prefix="sparsedeploy-") as folder:
+        try:
+            reference = run_file(subject.original, feeds)
+        except RuntimeError as error:
+            return _without_runtime(subject, nodes, weights, str(error))
+        name = f"ONNX Runtime on {subject.original.name}"
+        dense = compare(reference, run_file(subject.dense_file, feeds), subject.tolerance)
+        comparisons = [Comparison(model="model.dense.onnx", reference=name, inputs=feeds_name, outputs=dense)]
+        if nodes:
+            got = _run_restored(subject, Path(folder), feeds, lambda node: kernel_named(node.kernel).unpack(node))
+            outputs = compare(reference, got, subject.tolerance)
+            comparisons.append(
+                Comparison(model="model.sparse.onnx", reference=name, inputs=feeds_name, outputs=outputs)
+            )
+        diverging = None
+        if nodes and not comparisons[-1].passed:
+            diverging = _first_diverging(subject, nodes, Path(folder), feeds, reference)
+    return Verification(
+        sparse_nodes_verified=len(nodes),
+        weights=weights,
+        comparisons=tuple(comparisons),
+        first_diverging_layer=diverging,
+    )
+
+
+def _nodes(model: Model) -> list[SparseConv]:
+    from sparsedeploy.converters.rewrite import read_nodes
+
+    return list(read_nodes(model).values())
+
+
+def _run_restored(
+    subject: Subject, folder: Path, feeds: Feeds, unpack: Callable[[SparseConv], tuple[Array, Array | None]]
+) -> dict[str, Array]:
+    path = folder / "restored.onnx"
+    save(restore(subject.sparse, unpack), path)
+    return run_file(path, feeds)
+
+
+def _first_diverging(
+    subject: Subject, nodes: Sequence[SparseConv], folder: Path, feeds: Feeds, reference: Mapping[str, Array]
+) -> str:
+    """Bisect: with the first k nodes as carried and the rest from the model's own weights, the smallest k that fails."""
+    order = {node.layer: i for i, node in enumerate(nodes)}
+
+    def fails(k: int) -> bool:
+        def unpack(node: SparseConv) -> tuple[Array, Array | None]:
+            return kernel_named(node.kernel).unpack(node) if order[node.layer] < k else subject.weights[node.layer]
+
+        outputs = compare(reference, _run_restored(subject, folder, feeds, unpack), subject.tolerance)
+        return not all(output.passed for output in outputs)
+
+    if fails(0):
+        return "none: the graph diverges with the model's own weights too"
+    low, high = 0, len(nodes)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fails(middle) else (middle, high)
+    return nodes[high - 1].layer
+
+
+def _without_runtime(
+    subject: Subject, nodes: Sequence[SparseConv], weights: tuple[WeightCheck, ...], why: str
+) -> Verification:
+    """ONNX Runtime cannot run the original: each node's own format against a dense float64 convolution instead."""
+    rng, outputs = np.random.default_rng(0), []
+    for node in nodes:
+        g = node.geometry
+        x = rng.random((1, g.ic, g.h, g.w))
+        weight, bias = subject.weights[node.layer]
+        residual = rng.random((1, g.oc, g.oh, g.ow)) if node.has_residual else None
+        expected = _apply(node.epilogue, conv2d(x, weight, bias, g), residual)
+        got = kernel_named(node.kernel).reference(node, x, residual)
+        outputs.append(_check(node.layer, expected, got, subject.tolerance))
+    comparison = Comparison(
+        model="model.sparse.onnx, layer by layer",
+        reference="float64 convolution",
+        inputs="seed 0",
+        outputs=tuple(outputs),
+    )
+    return Verification(
+        sparse_nodes_verified=len(nodes), weights=weights, comparisons=(comparison,) if nodes else (),
+        note=f"ONNX Runtime cannot run {subject.original.name} ({why}): each sparse layer was checked by itself.",
+    )  # fmt: skip
+
+
+def _apply(epilogue: Epilogue, y: NDArray[np.float64], residual: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    from sparsedeploy.plugins.epilogue import apply
+
+    return apply(epilogue, y, residual)
+
+
+def compare(reference: Mapping[str, Array], got: Mapping[str, Array], tolerance: float) -> tuple[OutputCheck, ...]:
+    """Every output of the reference against the same output of another run."""
+    return tuple(_check(name, value, got[name], tolerance) for name, value in reference.items() if name in got)
+
+
+def _check(name: str, expected: Array, got: Array, tolerance: float) -> OutputCheck:
+    a, b = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    if a.shape != b.shape or not a.size:
+        fine = a.shape == b.shape
+        return OutputCheck(
+            name=name, max_abs=0.0 if fine else float("inf"), max_rel=0.0, cosine=1.0, top1_agreement=None, largest=0.0,
+            tolerance=tolerance, margin=float("inf") if fine else 0.0, passed=fine,
+        )  # fmt: skip
+    same_special = np.array_equal(np.isfinite(a), np.isfinite(b)) and np.array_equal(
+        a[~np.isfinite(b)], b[~np.isfinite(b)]
+    )
+    finite = np.isfinite(b) & np.isfinite(a)
+    error, size = np.abs(a[finite] - b[finite]), np.abs(b[finite])
+    max_abs, largest = float(error.max(initial=0.0)), float(size.max(initial=0.0))
+    relevant = size >= 0.01 * largest
+    max_rel = float((error[relevant] / np.maximum(size[relevant], 1e-300)).max(initial=0.0))
+    norm = float(np.linalg.norm(a[finite]) * np.linalg.norm(b[finite]))
+    cosine = float(a[finite] @ b[finite]) / norm if norm else 1.0
+    top1 = float(np.mean(a.argmax(1) == b.argmax(1))) if a.ndim == 2 and a.shape[1] > 1 else None
+    passed = same_special and max_abs <= tolerance * largest
+    return OutputCheck(
+        name=name, max_abs=max_abs, max_rel=max_rel, cosine=cosine, top1_agreement=top1, largest=largest,
+        tolerance=tolerance, margin=tolerance * largest / max_abs if max_abs else float("inf"), passed=passed,
+    )  # fmt: skip
+
+
+def run_file(path: Path, feeds: Feeds) -> dict[str, Array]:
+    """Run a model in ONNX Runtime on the CPU, unoptimised; raises RuntimeError with ORT's message when it cannot."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    # Optimisers may replace what is being checked; extended ones also change rounding between the two runs.
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    try:
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        names = [output.name for output in session.get_outputs()]
+        wanted = {entry.name for entry in session.get_inputs()}
+        values = session.run(names, {name: value for name, value in feeds.items() if name in wanted})
+    except Exception as error:  # ORT raises its own types without a common base
+        raise RuntimeError(" ".join(str(error).split())[:300]) from error
+    return {name: np.asarray(value) for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
+
+
+def random_feeds(model: Model, inputs: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Array]:
+    """Seeded inputs: floats uniform in [0, 1) as images are, integers 0 or 1, booleans either."""
+    import onnx
+
+    rng, feeds = np.random.default_rng(seed), {}
+    for value in model.graph.inputs():
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        shape = inputs[value.name]
+        raw = rng.random(shape) if np.issubdtype(dtype, np.inexact) or dtype.kind == "V" else rng.integers(0, 2, shape)
+        feeds[value.name] = np.asarray(raw).astype(dtype)
+    return feeds
+
+
+def load_feeds(path: Path, model: Model, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Inputs from an .npz whose arrays are named as the model's inputs; raises InputError on any mismatch."""
+    import onnx
+
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        raise InputError(
+            f"--input {path}: not a readable .npz file ({error}). Make one with numpy.savez(path, NAME=array)."
+        ) from error
+    feeds = {}
+    for value in model.graph.inputs():
+        if value.name not in arrays:
+            raise InputError(
+                f"--input {path}: no array named {value.name!r}; it holds {', '.join(arrays) or 'nothing'}."
+            )
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        array = arrays[value.name]
+        if array.shape != inputs[value.name]:
+            want = "x".join(map(str, inputs[value.name]))
+            raise InputError(
+                f"--input {path}: {value.name} is {array.shape}, the model is converted for {want}; match it or pass --shape."
+            )
+        feeds[value.name] = array.astype(dtype)
+    return feeds
+
+
+def require(verification: Verification) -> None:
+    """Raise CheckFailed, in words, when a verification did not pass."""
+    for check in verification.weights:
+        if not check.passed:
+            raise CheckFailed(
+                f"verify: layer {check.layer}: the weights its {check.kernel} node carries differ from the model's "
+                f"(largest relative error {check.max_rel:.3g}). Nothing was written; please report this model."
+            )
+    for entry in verification.comparisons:
+        for output in entry.outputs:
+            if not output.passed:
+                where = (
+                    f" First diverging layer: {verification.first_diverging_layer}."
+                    if verification.first_diverging_layer
+                    else ""
+                )
+                raise CheckFailed(
+                    f"verify: output {output.name} of {entry.model} differs from {entry.reference} by {output.max_abs:.3g}, "
+                    f"allowed {output.tolerance:g} of {output.largest:.3g}.{where} Try --precision fp32, or leave that "
+                    f"layer dense with --layer NAME=dense."
+                )
