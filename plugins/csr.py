@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
 from sparsedeploy.devices import Device
 from sparsedeploy.layer import ConvLayer, Geometry, Precision, Reason
 from sparsedeploy.plugins import nonzeros

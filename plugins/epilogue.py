@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
 from sparsedeploy.layer import Epilogue
 
 Array = NDArray[np.float64]

@@ -31,7 +31,10 @@ ExprLike = Union["Expr", int]
 
 @dataclass(frozen=True)
 class Expr:
-    """An integer expression in postfix code; built with Python's operators from `const` and `var`."""
+    """An integer expression in postfix code; built with Python's operators from `const` and `var`.
+
+    Whoever evaluates one uses 64-bit integers, rounds quotients down (not towards zero) and refuses a zero divisor.
+    """
 
     code: tuple[int, ...]
 
@@ -60,7 +63,7 @@ class Expr:
         return _join(self, other, _MIN)
 
     def value(self, sizes: Mapping[str, int]) -> int:
-        """Evaluate over `sizes`, which names every variable that the expression uses."""
+        """Evaluate over `sizes`, which names every variable that the expression uses; ValueError for a zero divisor."""
         stack: list[int] = []
         code = iter(self.code)
         for op in code:
@@ -70,6 +73,8 @@ class Expr:
                 stack.append(sizes[VARIABLES[next(code)]])
             else:
                 right = stack.pop()
+                if right == 0 and op in (_DIV, _CEIL_DIV):
+                    raise ValueError(f"the launch plan divides by zero at {dict(sizes)}")
                 stack.append(_BINARY[op](stack.pop(), right))
         (result,) = stack
         return result

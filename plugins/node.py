@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
 from sparsedeploy.layer import Activation, Epilogue, Geometry, Precision, ResidualPlace
 from sparsedeploy.plugins.launch import Plan, decode, encode
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from sparsedeploy.devices import Device
 from sparsedeploy.layer import ELEMENT_BYTES, ConvLayer, Geometry, Precision, Reason
 from sparsedeploy.plugins import epilogue
