@@ -12,10 +12,10 @@ from hypothesis import given, settings
 
 from sparsedeploy.devices import find
 from sparsedeploy.layer import Geometry
-from sparsedeploy.plugins import CSR, PACKED
-from sparsedeploy.plugins.csr import OVER_PACKED, plane_shape
+from sparsedeploy.plugins.csr import CSR, OVER_PACKED, plane_shape
 from sparsedeploy.plugins.kernel import BuildOptions
 from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.plugins.packed import PACKED
 from sparsedeploy.plugins.reference import conv2d
 
 A100 = find("a100")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sparsedeploy.devices import DEVICES, find
 from sparsedeploy.errors import InputError
-from sparsedeploy.layer import ConvLayer, Geometry
+from sparsedeploy.layer import ELEMENT_BYTES, ConvLayer, Epilogue, Geometry, Precision
 from sparsedeploy.plugins import KERNELS, epilogue, kernel_named
 from sparsedeploy.plugins.kernel import BuildOptions, Kernel, UnfitWeightsError
 from sparsedeploy.plugins.node import PRECISIONS, SparseConv
@@ -86,10 +86,10 @@ def test_nodes_survive_their_fields(kernel: Kernel, case: Case) -> None:
 @every_kernel
 @pytest.mark.parametrize("how", EPILOGUES, ids=lambda how: how.describe())
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_epilogue_and_precision(kernel: Kernel, how: epilogue.Epilogue, precision: str) -> None:
+def test_every_epilogue_and_precision(kernel: Kernel, how: Epilogue, precision: Precision) -> None:
     g = Geometry(oc=6, ic=9, kh=3, kw=3, h=7, w=5, stride=(2, 1), pads=(1, 0, 1, 2), group=3)
     case = fill(g, how, 31, batch=2, seed=5)
-    built = kernel.build(case.layer, case.weight, case.bias, A100, {}, BuildOptions(precision))  # type: ignore[arg-type]
+    built = kernel.build(case.layer, case.weight, case.bias, A100, {}, BuildOptions(precision))
     assert built.node.precision == precision
     assert not built.node.executable
     y = kernel.reference(built.node, case.x, case.residual)
@@ -147,7 +147,7 @@ def test_layers_that_no_kernel_takes_have_a_reason(kernel: Kernel) -> None:
     def code(shape: tuple[int, ...], op: str = "Conv", geometry: Geometry | None = None) -> str | None:
         layer = ConvLayer(name="c", weight="w", op=op, dtype="fp32", shape=shape, geometry=geometry)
         reason = kernel.supports(layer, A100, "fp32")
-        return reason and reason.code
+        return reason.code if reason else None
 
     fits = Geometry(oc=2, ic=2, kh=3, kw=3, h=8, w=8)
     assert code((2, 2, 3, 3), geometry=fits) is None
@@ -171,7 +171,7 @@ def test_predictions_respect_bandwidth_and_name_their_source(kernel: Kernel) -> 
         least_us = 32 * 2 * 64 * 56 * 56 * 4 / device.bandwidth_gbs / 1e3
         assert prediction.us >= least_us
     empty = layer_of(g, np.zeros_like(weight))
-    for precision, size in (("fp32", 4), ("fp16", 2)):
+    for precision, size in ELEMENT_BYTES.items():
         (_, prediction), *_ = kernel.configs(empty, A100, precision, 32)  # type: ignore[arg-type]
         assert prediction.bound == "memory"
         activations_us = 32 * 2 * 64 * 56 * 56 * size / A100.bandwidth_gbs / 1e3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -95,7 +96,6 @@ BLOB = NODE.fields()["images"]
 assert isinstance(BLOB, np.ndarray)
 DAMAGED = BLOB.copy()
 DAMAGED[20] ^= 1
-FIRST_SIZE = NODE.fields()["image_table"][4]  # type: ignore[index]
 
 MALFORMED: tuple[tuple[str, FieldValue, str], ...] = (
     ("abi", 2, "abi"),
@@ -119,7 +119,7 @@ MALFORMED: tuple[tuple[str, FieldValue, str], ...] = (
     ("epilogue", changed("epilogue", 2, 3), "epilogue"),
     ("parameters", (), "parameters"),
     ("parameters", (5, 1), "parameters"),
-    ("parameters", ("2", 1, 1), "parameters"),  # type: ignore[arg-type]
+    ("parameters", cast(FieldValue, ("2", 1, 1)), "parameters"),
     ("launch_plan", (), "launch_plan"),
     ("launch_plan", (1, 0), "launch_plan"),
     ("launch_plan", (0, 0), "launch_plan"),
@@ -128,7 +128,7 @@ MALFORMED: tuple[tuple[str, FieldValue, str], ...] = (
     ("image_table", table(2, 5), "image_table"),
     ("image_table", table(3, -1), "image_table"),
     ("image_table", table(4, 10**6), "images"),
-    ("image_table", table(5, FIRST_SIZE - 1), "images"),
+    ("image_table", table(5, len(IMAGES[0].data) - 1), "images"),
     ("image_table", table(5, -1), "image_table"),
     ("image_table", table(14, 10**6), "image_table"),
     ("images", DAMAGED, "images"),

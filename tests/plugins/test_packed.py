@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from sparsedeploy.devices import find
 from sparsedeploy.layer import Geometry
-from sparsedeploy.plugins import PACKED
 from sparsedeploy.plugins.kernel import BuildOptions, Built, UnfitWeightsError
 from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.plugins.packed import PACKED
 
 A100 = find("a100")
 NORMAL = 2.0**-14
