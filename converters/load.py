@@ -295,8 +295,15 @@ def _dense(model: Model, sparse: SparseTensorProto) -> TensorProto:
     indices = np.asarray(numpy_helper.to_array(sparse.indices, str(model.base_dir)))
     indices = indices if np.issubdtype(indices.dtype, np.integer) else np.full(1, -1)
     start = f"{model.path}: sparse initializer '{name}' of shape {list(dims)}"
-    if not dims or min(dims) < 1 or float(np.prod(dims, dtype=np.float64)) * values.itemsize >= _PROTOBUF_LIMIT:
-        raise InputError(f"{start} cannot be made dense: its size must be positive and below 2 GiB. Export it dense.")
+    if (
+        values.dtype.kind == "O"
+        or not dims
+        or min(dims) < 1
+        or float(np.prod(dims, dtype=np.float64)) * values.itemsize >= _PROTOBUF_LIMIT
+    ):
+        raise InputError(
+            f"{start} cannot be made dense: it must hold numbers, at least one and below 2 GiB. Export it dense."
+        )
     size = int(np.prod(dims, dtype=np.int64))
     linear = indices
     if indices.ndim == 2 and indices.shape == (values.size, len(dims)):
@@ -307,8 +314,7 @@ def _dense(model: Model, sparse: SparseTensorProto) -> TensorProto:
     if not inside:
         raise InputError(
             f"{start} holds {values.size} values, but its indices (shape {list(indices.shape)}) are not one position "
-            "inside "
-            f"that shape for each. The file is damaged: export it again."
+            f"inside that shape for each. The file is damaged: export it again."
         )
     flat = np.zeros(size, values.dtype)
     flat[linear] = values
@@ -331,9 +337,7 @@ def _spell_default_domain(proto: ModelProto) -> None:
 
 
 def _inline_functions(model: Model) -> None:
-    """Inline model-local functions on a lean copy, then put the tensors back: the inliner serialises what it is "
-    "given.
-    """
+    """Inline model-local functions on a lean copy, because the inliner serialises it, then put the tensors back."""
     if not model.proto.functions:
         return
     names = {(function.domain, function.name) for function in model.proto.functions}
