@@ -199,7 +199,7 @@ def _run_ptxas(ptx: bytes, flags: Sequence[str]) -> tuple[bytes, str]:
         if result.returncode != 0:
             raise AssembleError(
                 f"ptxas refused a kernel (exit code {result.returncode}). This is a fault of sparsedeploy or of the "
-                f"machine (memory, disk), not of the model; convert with the layer kept dense, and report it with this text. "
+                f"machine (memory, disk), not of the model; keep the layer dense, and report it with this text. "
                 f"Command: {' '.join(command)}. Log:\n{log}"
             )
         return Path(folder, "kernel.cubin").read_bytes(), log
