@@ -134,7 +134,7 @@ def test_malformed_nodes_are_refused() -> None:
     for at, value in ((0, -1), (15, 4 * 36), (15, 4 * 36 - 14)):
         with pytest.raises(ValueError, match="conv3: constant indices points outside"):
             CSR.reference(changed(at, value), np.zeros((1, 4, 6, 6)))
-    for at, value in ((7, 2 * 36), (0, 1), (0, 6), (3, 4)):  # another group's channel, between taps, past the kernel
+    for at, value in ((7, 2 * 36), (8, 0), (0, 1), (0, 6), (3, 4)):  # other groups' channels, between taps, past them
         with pytest.raises(ValueError, match=r"conv3: constant indices (points beside|is not in ascending)"):
             CSR.unpack(changed(at, value))
     with pytest.raises(ValueError, match="a weight may be there twice"):

@@ -135,7 +135,7 @@ def test_callers_mistakes_are_refused(kernel: Kernel) -> None:
     with pytest.raises(ValueError, match="needed float32"):
         kernel.build(case.layer, case.weight[:1], None, A100, {}, options)
     with pytest.raises(ValueError, match="needed float32"):
-        kernel.build(case.layer, case.weight.astype(np.float64), None, A100, {}, options)  # type: ignore[arg-type]
+        kernel.build(case.layer, case.weight.astype(np.float64), None, A100, {}, options)
     with pytest.raises(ValueError, match="bias=False"):
         kernel.build(case.layer, case.weight, np.zeros(2, np.float32), A100, {}, options)
     with pytest.raises(ValueError, match="no parameter tile"):

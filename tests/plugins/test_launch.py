@@ -174,7 +174,7 @@ def test_a_zero_divisor_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    [(), (0,), (1,), (1, 5), (1, -1), (2,), (0, 1, 2), (0, 1, 0, 1), (9,), (-1,), (0, 1, 0, 2, 2, 2)],
+    [(), (0,), (1,), (1, 5), (1, -1), (2,), (0, 1, 2), (0, 1, 0, 1), (9,), (-1,), (0, 1, 0, 2, 2, 2), (0, 1, 2, 0, 1)],
 )
 def test_expressions_that_cannot_be_evaluated_are_refused(code: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="malformed expression"):
