@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.inliner
 from onnx import ModelProto, NodeProto, SparseTensorProto, TensorProto, numpy_helper
 
 from sparsedeploy.converters.check_convs import check_convs
@@ -73,6 +74,7 @@ def load(path: Path) -> Model:
     _order_nodes(model)
     _check_structure(model)
     check_convs(model)
+    model.path = path.absolute()  # its side files are read later, from whatever working directory
     return model
 
 
@@ -139,12 +141,12 @@ def _read_file(path: Path) -> bytes:
 
 
 def _check_texts(model: Model) -> None:
-    """Protobuf hands out a name that is no UTF-8 as bytes, and every later comparison with it would go wrong."""
+    """Protobuf hands out a name that is no UTF-8 as bytes, and every later comparison with it would go wrong; control
+    characters would break every message and table.
+    """
     for text in _texts(model.proto):
-        if isinstance(text, bytes):
-            raise InputError(
-                f"{model.path} is damaged: it holds the name {text!r}, which is not UTF-8 text. Export it again."
-            )
+        if not isinstance(text, str) or (text and not text.isprintable() and min(text) < " "):
+            raise InputError(f"{model.path} is damaged: it holds the name {text!r}, which is no text. Export it again.")
 
 
 def _texts(proto: ModelProto) -> Iterator[object]:
