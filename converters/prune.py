@@ -267,7 +267,7 @@ def _weight_of(graph: Graph, node: NodeProto, *, named: bool) -> _Weight | str:
     if not named and group != 1:
         return "depthwise" if tensor.dims[1] == 1 else f"group {group}"
     if not named and tensor.dims[1] < MIN_INPUT_CHANNELS:
-        return f"{tensor.dims[1]} input channels: a first layer stays dense unless named"
+        return f"{tensor.dims[1]} input channels, fewer than {MIN_INPUT_CHANNELS}: dense unless named"
     array = _read(graph, node, name)
     if array.size == 0:
         return "its weight is empty"

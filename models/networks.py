@@ -43,7 +43,7 @@ def build(
     fit them, so a normalised input gives logits of order 1. `with_batchnorm` keeps BatchNormalization as nodes where
     the network has it; otherwise it is folded into the convolutions, as exporters do. vgg16 has none either way.
     `sparsify` changes each convolution's and linear layer's weight before the statistics are fitted to it.
-    `image_size` is a multiple of 32. Raises InputError for an unknown name, size, class count or opset.
+    `image_size` is a multiple of 32. Raises InputError for an unknown name, size, class count, opset or seed.
     """
     if name not in _WRITERS:
         raise InputError(f"{name!r} is not a reference network; choose one of {', '.join(NETWORKS)}.")
@@ -53,7 +53,9 @@ def build(
         )
     if num_classes < 1:
         raise InputError(f"{num_classes} classes: a classifier needs at least one; give a positive number.")
+    if seed < 0:
+        raise InputError(f"seed {seed}: a seed is a whole number of 0 or more.")
     check_opset(opset)
     net = NetworkWriter(seed=seed, with_batchnorm=with_batchnorm, sparsify=sparsify)
     x = net.input(3, image_size)
-    return net.model(name, x, _WRITERS[name](net, x, name, num_classes), opset)
+    return net.finish(name, x, _WRITERS[name](net, x, name, num_classes), opset)

@@ -37,6 +37,9 @@ SIZE_EXPONENT = 0.3
 """A layer's density goes with its size to the power -0.3: between SparseRT's networks (0: all layers alike) and
 SkimCaffe's ResNet-50 (0.5); MobileNetV1 as pruned by its SparseZoo recipe gives 0.28."""
 
+DENSEST = 3.0
+"""The largest share of weights that a layer keeps, over the share that all keep."""
+
 
 def magnitude(weight: NDArray[Scalar], sparsity: float) -> NDArray[Scalar]:
     """The weight with exactly round(sparsity * size) smallest magnitudes set to zero."""
@@ -47,8 +50,8 @@ def magnitude(weight: NDArray[Scalar], sparsity: float) -> NDArray[Scalar]:
 def skewed_magnitude(weight: NDArray[Scalar], sparsity: float, seed: int = 0) -> NDArray[Scalar]:
     """As `magnitude`, within output channels whose numbers of nonzeros are spread log-normally.
 
-    The fullest of the channels (axis 0) holds about 2.5 times the mean, or as much as its size allows; the spread is
-    the same for the same seed, shape and sparsity. Zeros in all: exactly round(sparsity * size).
+    The fullest of the channels (axis 0) holds about 2.5 times the mean; less where a channel cannot hold as many, more
+    where so few weights are left that chance alone makes it more. Exactly round(sparsity * size) zeros in all.
     """
     rows = np.abs(weight).reshape(len(weight), -1)
     kept = _skewed_counts(len(rows), rows.shape[1], weight.size - _count(weight.size, sparsity), seed)
@@ -99,10 +102,15 @@ def pruned(
 
 
 def layer_sparsities(sizes: Mapping[str, int], sparsity: float) -> dict[str, float]:
-    """Sparsity per layer of these sizes, so that all together have round(sparsity * sum) zeros, exactly."""
-    limits = np.array(list(sizes.values()), np.int64)
-    total = int(limits.sum())
-    kept = _shares(limits.astype(np.float64) ** (1.0 - SIZE_EXPONENT), limits, total - _count(total, sparsity))
+    """Sparsity per layer of these sizes, so that all together have round(sparsity * sum) zeros, exactly.
+
+    Small layers stay denser (SIZE_EXPONENT), but none keeps more than three times the share of all.
+    """
+    counts = np.array(list(sizes.values()), np.int64)
+    total = int(counts.sum())
+    keep = total - _count(total, sparsity)
+    limits = np.ceil(counts * min(1.0, DENSEST * keep / total)).astype(np.int64)
+    kept = _shares(counts.astype(np.float64) ** (1.0 - SIZE_EXPONENT), limits, keep)
     return {name: 1.0 - int(count) / size for (name, size), count in zip(sizes.items(), kept, strict=True)}
 
 
@@ -153,22 +161,26 @@ def _without(weight: NDArray[Scalar], gone: NDArray[np.bool_]) -> NDArray[Scalar
 
 
 def _skewed_counts(channels: int, size: int, total: int, seed: int) -> NDArray[np.int64]:
-    """How many of `size` weights each channel keeps, `total` together: log-normal, the spread found by bisection."""
-    if total == 0:
-        return np.zeros(channels, np.int64)
-    spread = np.random.Generator(np.random.PCG64(seed)).standard_normal(channels)
+    """How many of `size` weights each channel keeps, `total` together.
+
+    Binomial around log-normal expectations, as pruning by a threshold leaves them, so that small channels vary by chance
+    alone and may be empty. The log-normal's spread is found by bisection.
+    """
     limits = np.full(channels, size)
     mean = total / channels
-    fullest = mean * min(FULLEST, 1.0 + ROOM * (size / mean - 1.0))
+    fullest = mean * min(FULLEST, 1.0 + ROOM * (size / max(mean, 1.0) - 1.0))
     low, high = 0.0, 2.0
-    for _ in range(20):
+    for _ in range(16):
+        generator = np.random.Generator(np.random.PCG64(seed))
         sigma = (low + high) / 2
-        counts = _shares(np.exp(sigma * spread), limits, total)
+        expected = _shares(np.exp(sigma * generator.standard_normal(channels)), limits, total)
+        drawn = generator.binomial(size, expected / size)
+        counts = _shares(drawn + 1e-3, limits, total)
         low, high = (sigma, high) if counts.max() < fullest else (low, sigma)
     return counts
 
 
-def _shares(wish: NDArray[np.float64], limits: NDArray[np.int64], total: int) -> NDArray[np.int64]:
+def _shares(wish: NDArray[np.floating[Any]], limits: NDArray[np.int64], total: int) -> NDArray[np.int64]:
     """Whole numbers in proportion to `wish`, none above its limit, that sum to `total` (at most the limits' sum)."""
     exact = np.zeros(len(wish))
     full = np.zeros(len(wish), np.bool_)

@@ -1,6 +1,6 @@
 """VGG-16, plain and with batch normalisation, with torchvision's structure and layer names.
 
-Simonyan and Zisserman, Very Deep Convolutional Networks (2014).
+Simonyan and Zisserman, Very Deep Convolutional Networks (2014). torchvision's batch-normalised convolutions keep a bias.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def vgg16(net: NetworkWriter, x: Value, name: str, num_classes: int) -> Value:
     for convs, channels in STAGES:
         for _ in range(convs):
             batchnorm = f"features.{index + 1}" if name == "vgg16_bn" else ""
-            x = net.conv(x, f"features.{index}", channels, 3, batchnorm=batchnorm, activation="relu")
+            x = net.conv(x, f"features.{index}", channels, 3, bias=True, batchnorm=batchnorm, activation="relu")
             index += 3 if batchnorm else 2
         x = net.max_pool(x, f"features.{index}", 2, 2, 0)
         index += 1

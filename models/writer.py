@@ -49,8 +49,7 @@ class NetworkWriter:
     """
 
     def __init__(self, *, seed: int, with_batchnorm: bool, sparsify: Sparsify | None = None) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-        self.initializers: list[TensorProto] = []
+        self._model = onnx.ModelProto()
         self._seed = seed
         self._with_batchnorm = with_batchnorm
         self._sparsify = sparsify or (lambda name, weight: weight)
@@ -68,14 +67,15 @@ class NetworkWriter:
         *,
         stride: int = 1,
         group: int = 1,
+        bias: bool = False,
         batchnorm: str = "",
         activation: ActivationName = "none",
         gain: float = 1.0,
     ) -> Value:
         """Convolution with pads kernel // 2 and He weights, then BatchNormalization named `batchnorm`, then activation.
 
-        `gain` scales BatchNormalization's gamma: a residual branch ends with less than 1, as trained ones do. Without a
-        `batchnorm` the convolution has a bias.
+        `gain` scales BatchNormalization's gamma: a residual branch ends with less than 1, as trained ones do. Folded,
+        a convolution always ends up with a bias.
         """
         shape = (oc, x.channels // group, kernel, kernel)
         weight = self._sparsify(f"{name}.weight", self._he(f"{name}.weight", shape, centred=group == 1))
@@ -83,16 +83,17 @@ class NetworkWriter:
         window = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [kernel // 2] * 4}
         attributes = {"dilations": [1, 1], "group": group, **window}
         mean = _means(weight, x.mean)
+        offset = self._normal(f"{name}.bias", (oc,), 0.05 * math.sqrt(variance)) - mean if bias else None
         if not batchnorm:
-            bias = self._normal(f"{name}.bias", (oc,), 0.05 * math.sqrt(variance)) - mean
-            out = self._conv(x.name, name, weight, bias, attributes)
+            out = self._conv(x.name, name, weight, offset, attributes)
         else:
+            mean = mean if offset is None else mean + offset
             statistics = self._statistics(batchnorm, mean, variance, gain)
             variance = gain * gain
             if self._with_batchnorm:
-                out = self._batchnorm(self._conv(x.name, name, weight, None, attributes), batchnorm, statistics)
+                out = self._batchnorm(self._conv(x.name, name, weight, offset, attributes), batchnorm, statistics)
             else:
-                out = self._conv(x.name, name, *_fold(weight, *statistics), attributes)
+                out = self._conv(x.name, name, *_fold(weight, offset, *statistics), attributes)
         height, width = ((side + 2 * (kernel // 2) - kernel) // stride + 1 for side in (x.height, x.width))
         return self.activate(Value(out, oc, height, width, 0.0, variance), name, activation)
 
@@ -103,7 +104,7 @@ class NetworkWriter:
         if activation == "relu":
             out = self._node("Relu", f"{name}.relu", [x.name])
         else:
-            bounds = [self._shared("relu6.low", np.float32(0)), self._shared("relu6.high", np.float32(6))]
+            bounds = [self._shared("relu6.low", 0.0), self._shared("relu6.high", 6.0)]
             out = self._node("Clip", f"{name}.relu6", [x.name, *bounds])
         mean, variance = _rectified(x.mean, x.variance)
         return replace(x, name=out, mean=mean, variance=variance)
@@ -149,19 +150,18 @@ class NetworkWriter:
         out = self._node("Gemm", name, inputs, transB=1)
         return self.activate(Value(out, features, 1, 1, 0.0, variance), name, activation)
 
-    def model(self, name: str, x: Value, y: Value, opset: int) -> onnx.ModelProto:
+    def finish(self, name: str, x: Value, y: Value, opset: int) -> onnx.ModelProto:
         """The finished model: input [N, C, H, W] float32, output [N, classes] float32, symbol N for the batch."""
-        self.nodes[-1].output[0] = "output"
-        graph = helper.make_graph(
-            self.nodes,
-            name,
-            [helper.make_tensor_value_info(x.name, TensorProto.FLOAT, ["N", x.channels, x.height, x.width])],
-            [helper.make_tensor_value_info("output", TensorProto.FLOAT, ["N", y.channels])],
-            self.initializers,
-        )
-        opsets = [helper.make_opsetid("", opset)]
-        ir_version = max(8, helper.find_min_ir_version_for(opsets))
-        return helper.make_model(graph, opset_imports=opsets, ir_version=ir_version, producer_name="sparsedeploy")
+        graph = self._model.graph
+        graph.name = name
+        graph.node[-1].output[0] = "output"
+        image = ["N", x.channels, x.height, x.width]
+        graph.input.append(helper.make_tensor_value_info(x.name, TensorProto.FLOAT, image))
+        graph.output.append(helper.make_tensor_value_info("output", TensorProto.FLOAT, ["N", y.channels]))
+        self._model.opset_import.append(helper.make_opsetid("", opset))
+        self._model.ir_version = max(8, helper.find_min_ir_version_for(self._model.opset_import))
+        self._model.producer_name = "sparsedeploy"
+        return self._model
 
     def _statistics(self, name: str, mean: Floats, variance: float, gain: float) -> Statistics:
         """gamma, beta, running mean and variance [channels], as training leaves them for maps so distributed."""
@@ -184,23 +184,19 @@ class NetworkWriter:
         return self._node("BatchNormalization", name, [x, *inputs], epsilon=EPSILON)
 
     def _node(self, op: str, name: str, inputs: list[str], **attributes: object) -> str:
-        self.nodes.append(helper.make_node(op, inputs, [f"{name}.out"], name=name, **attributes))
+        self._model.graph.node.append(helper.make_node(op, inputs, [f"{name}.out"], name=name, **attributes))
         return f"{name}.out"
 
     def _constant(self, name: str, array: Floats) -> str:
-        little_endian = np.ascontiguousarray(array, "<f4")
-        self.initializers.append(
-            TensorProto(
-                name=name, data_type=TensorProto.FLOAT, dims=little_endian.shape, raw_data=little_endian.tobytes()
-            )
+        # Added in place: make_graph and make_model would copy every weight twice more.
+        self._model.graph.initializer.add(
+            name=name, data_type=TensorProto.FLOAT, dims=array.shape, raw_data=array.astype("<f4", copy=False).tobytes()
         )
         return name
 
-    def _shared(self, name: str, value: np.float32) -> str:
-        if all(tensor.name != name for tensor in self.initializers):
-            self.initializers.append(
-                TensorProto(name=name, data_type=TensorProto.FLOAT, raw_data=value.astype("<f4").tobytes())
-            )
+    def _shared(self, name: str, value: float) -> str:
+        if all(tensor.name != name for tensor in self._model.graph.initializer):
+            self._constant(name, np.array(value, np.float32))
         return name
 
     def _he(self, name: str, shape: tuple[int, ...], *, centred: bool) -> Floats:
@@ -233,10 +229,13 @@ def _means(weight: Floats, mean: float) -> Floats:
     return np.asarray(mean * sums, np.float32)
 
 
-def _fold(weight: Floats, gamma: Floats, beta: Floats, mean: Floats, variance: Floats) -> tuple[Floats, Floats]:
+def _fold(
+    weight: Floats, bias: Floats | None, gamma: Floats, beta: Floats, mean: Floats, variance: Floats
+) -> tuple[Floats, Floats]:
     """Weight [oc, ic / group, kh, kw] and bias [oc] of the convolution that equals Conv then BatchNormalization."""
     scale = gamma / np.sqrt(variance + np.float32(EPSILON))
-    return weight * scale[:, None, None, None], beta - mean * scale
+    offset = mean if bias is None else mean - bias
+    return weight * scale[:, None, None, None], beta - offset * scale
 
 
 def _rectified(mean: float, variance: float) -> tuple[float, float]:
