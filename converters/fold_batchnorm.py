@@ -105,8 +105,10 @@ def _folded(model: Model, index: Graph, conv: NodeProto, norm: NodeProto) -> tup
     epsilon = attribute(norm, "epsilon")
     with np.errstate(all="ignore"):  # what is not finite is refused below
         factor = scale / np.sqrt(variance + (epsilon if isinstance(epsilon, float) else np.float32(1e-5)))
-        product = weight.astype(np.float64) * factor.reshape(-1, *[1] * (weight.ndim - 1))
-        new_weight = (product + 0.0).astype(weight.dtype)  # + 0.0 turns -0.0 into 0.0
+        product = weight.astype(np.float64)
+        product *= factor.reshape(-1, *[1] * (weight.ndim - 1))
+        product += 0.0  # turns -0.0 into 0.0
+        new_weight = product.astype(weight.dtype)
         new_bias = ((bias - mean) * factor + shift + 0.0).astype(weight.dtype)
     if not (_finite(new_weight) and _finite(new_bias)):
         raise _RefusedError(f"folded, its weights or bias would not be finite numbers in {weight.dtype}")
@@ -114,7 +116,7 @@ def _folded(model: Model, index: Graph, conv: NodeProto, norm: NodeProto) -> tup
 
 
 def _finite(values: Array) -> bool:
-    return bool(np.isfinite(values.astype(np.float64)).all())
+    return bool(np.isfinite(values).all())
 
 
 def _require_inference(model: Model, norm: NodeProto) -> None:

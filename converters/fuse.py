@@ -163,7 +163,7 @@ def _proven_equal(a: tuple[Dim, ...] | None, b: tuple[Dim, ...] | None) -> bool:
 
 
 def _take_activation(graph: Graph, opset: int, chain: _Chain, node: NodeProto) -> bool:
-    if chain.epilogue.activation != "none" or not node.input or node.input[0] != chain.value:
+    if chain.epilogue.activation != "none":
         return False
     if _is(node, "Relu"):
         chain.take(node, activation="relu")
@@ -173,7 +173,7 @@ def _take_activation(graph: Graph, opset: int, chain: _Chain, node: NodeProto) -
             return False
         chain.take(node, activation="leaky_relu", slope=_float32(slope))
     elif _is(node, "Clip"):
-        bounds = _clip_bounds(graph, opset, node)
+        bounds = _clip_bounds(graph, opset, node)  # None too where the running value is a bound: it is no constant
         if bounds is None:
             return False
         if bounds == (0.0, NO_HIGH):

@@ -16,7 +16,6 @@ from sparsedeploy.converters.graph import Array, Model
 
 CONV = "c = Conv<pads=[1,1,1,1]>(x, w)"
 NORM = "y = BatchNormalization<epsilon=0.001>(c, s, b, m, v)"
-FLOATS = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "float64": TensorProto.DOUBLE}
 
 
 def constants(dtype: str = "float32", group: int = 1, seed: int = 0) -> dict[str, Array]:
@@ -30,7 +29,7 @@ def constants(dtype: str = "float32", group: int = 1, seed: int = 0) -> dict[str
 def build(
     lines: list[str], values: dict[str, Array], outputs: tuple[str, ...] = ("y",), opset: int = 13, ir: int = 8
 ) -> Model:
-    dtype = FLOATS[str(values["w"].dtype)]
+    dtype = helper.np_dtype_to_tensor_dtype(values["w"].dtype)
     graph = helper.make_graph(
         [parser.parse_node(line) for line in lines],
         "g",
@@ -121,6 +120,20 @@ def test_half_precision() -> None:
     assert fold_batchnorm(model) == 1
     onnx.checker.check_model(model.proto)
     assert_same_outputs(before, run(model.proto), tolerance=5e-3)
+
+
+def test_bfloat16() -> None:
+    bfloat16 = helper.tensor_dtype_to_np_dtype(TensorProto.BFLOAT16)
+    values = {name: value.astype(bfloat16) for name, value in constants().items()}
+    model = build([CONV, NORM], values, opset=22, ir=10)
+    assert fold_batchnorm(model) == 1
+    weight = initializers(model)["w"]
+    factor = values["s"].astype(np.float64) / np.sqrt(values["v"].astype(np.float64) + np.float32(0.001))
+    expected = values["w"].astype(np.float64) * factor[:, None, None, None]
+    assert weight.dtype == bfloat16
+    assert (np.abs(weight.astype(np.float64) - expected) <= 2**-8 * np.abs(expected)).all()
+    values["s"][:] = 3e38
+    assert fold_batchnorm(build([CONV, NORM], values, opset=22, ir=10)) == 0
 
 
 def test_two_norms_in_a_row() -> None:

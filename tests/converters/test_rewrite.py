@@ -252,6 +252,30 @@ def test_the_earlier_convolution_moves_behind_its_residual() -> None:
     assert ops(model) == [OP_TYPE, "Neg", OP_TYPE]
 
 
+def random_network(seed: int) -> list[str]:
+    """A random graph of 16 nodes over values of one shape, ending in the sum of a few of them."""
+    rng, names, lines = np.random.default_rng(seed), ["x", "r"], []
+    for number in range(16):
+        recent = names[-1:] if rng.random() < 0.6 else names[-4:]
+        one, two = (recent[at] for at in rng.integers(0, len(recent), 2))
+        forms = (
+            f"Conv<pads=[1,1,1,1]>({one}, w)", f"Conv<pads=[1,1,1,1]>({one}, w2, b)", f"Add({one}, {two})",
+            f"Relu({one})", f"Clip({one}, lo, hi)", f"LeakyRelu({one})", f"Sum({one}, {two})", f"Sigmoid({one})",
+        )  # fmt: skip
+        lines.append(f"v{number} = {forms[rng.choice(8, p=[0.2, 0.2, 0.2, 0.1, 0.05, 0.05, 0.1, 0.1])]}")
+        names.append(f"v{number}")
+    return [*lines, f"y = Sum({', '.join(names[-3:])})"]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_networks(seed: int) -> None:
+    model = build(random_network(seed))
+    units = find_units(model, shapes_of(model))
+    nodes = [id(node) for unit in units for node in unit.nodes]
+    assert len(nodes) == len(set(nodes))
+    check_round_trip(model, len(units))
+
+
 def test_a_convolution_with_two_readers() -> None:
     check_round_trip(build([BIASED, "y = Relu(c)", "z = Neg(c)"], outputs=("y", "z")), 1)
 
@@ -382,6 +406,39 @@ def test_restoring_does_not_copy_what_it_replaces() -> None:
     restored = restore(model, unpack)
     assert restored.proto.ByteSize() < 3_000
     assert {tensor.data_type for tensor in restored.proto.graph.initializer} == {TensorProto.FLOAT}
+
+
+@pytest.mark.parametrize("reader", ["output", "node", "branch"])
+def test_restoring_keeps_constants_that_others_read(reader: str) -> None:
+    model = build([BIASED, "y = Relu(c)"])
+    convert(model)
+    graph, name = model.proto.graph, "c.constant1"
+    if reader == "output":
+        graph.output.append(helper.make_tensor_value_info(name, TensorProto.INT32, [4]))
+    else:
+        line = "z = Identity(constant_one)"
+        if reader == "branch":
+            graph.initializer.append(numpy_helper.from_array(np.array(True), "t"))
+            branches = (
+                f"{at} = {at} () => (int32[4] o) {{ o = Identity(constant_one) }}"
+                for at in ("then_branch", "else_branch")
+            )
+            line = f"z = If(t) <{', '.join(branches)}>"
+        graph.node.append(parser.parse_node(line))
+        graph.output.append(helper.make_tensor_value_info("z", TensorProto.INT32, [4]))
+        _rename(graph.node[1], "constant_one", name)
+    restored = restore(model, unpack)
+    onnx.checker.check_model(restored.proto)
+    words = run(restored.proto)[graph.output[1].name]
+    np.testing.assert_array_equal(words.view(np.float32), values()["b"])
+
+
+def _rename(node: onnx.NodeProto, old: str, new: str) -> None:
+    """Replace an input name in a node and in its branches; the parser takes no dots in names."""
+    node.input[:] = [new if name == old else name for name in node.input]
+    for entry in node.attribute:
+        for inner in entry.g.node:
+            _rename(inner, old, new)
 
 
 def test_restoring_keeps_the_rest_of_the_model() -> None:
