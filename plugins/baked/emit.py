@@ -13,15 +13,15 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
                .minnctapersm  .reg .pred|.b16|.b32|.b64|.f32 %x<N>  { }
   special      %tid.x %ctaid.x %ctaid.y (in mov.u32); the dynamic shared array `smem` (in mov.u32)
   parameters   ld.param.u64 ld.param.u32            cvta.to.global.u64
-  integers     mov.u32 mov.b32 mov.f32 (register or immediate)  add.s32 sub.s32 mul.lo.u32 mad.lo.u32 div.u32 rem.u32
-               mul.wide.u32 add.s64 shl.b32 and.b32 selp.b32
-  predicates   setp.{lt,ge,eq}.u32  setp.lt.and.u32 %p, a, b, %q  and.pred
-  control      bra bra.uni ret bar.sync 0
-  global       ld.global.{b16,b32,v2.b32,v4.b32,f32}  st.global.{b16,f32}           addresses [%reg+imm]
-  shared       ld.shared.{b16,b32,f32}  st.shared.{b16,b32,v2.b32,v4.b32,f32}       addresses [%reg+imm]
+  integers     mov.u32 mov.b32 mov.b16 mov.f32 (register or immediate)  add.s32 sub.s32 mul.lo.u32 mad.lo.u32 div.u32 rem.u32
+               mul.wide.u32 mul.wide.s32 add.s64 shl.b32 selp.b32
+  predicates   setp.lt.u32  setp.lt.and.u32 %p, a, b, %q  or.pred
+  control      bra ret bar.sync 0
+  global       ld.global.{b16,u16,b32,v2.b32,v4.b32,f32}  st.global.{b16,f32}       addresses [%reg+imm]; u16 goes to a .b32 register
+  shared       ld.shared.{b16,b32,f32}  st.shared.{u16,b32,v2.b32,v4.b32}             addresses [%reg+imm]
   async        cp.async.ca.shared.global (4, 8 bytes)  cp.async.cg.shared.global (16 bytes)  cp.async.commit_group
                cp.async.wait_group K                   (sm_80 and later; a copy is visible after wait_group and bar.sync)
-  cluster      barrier.cluster.arrive.release.aligned  barrier.cluster.wait.acquire.aligned  mapa.shared::cluster.u32 %r, %addr, RANK
+  cluster      barrier.cluster.arrive.aligned  barrier.cluster.wait.aligned  mapa.shared::cluster.u32 %r, %addr, RANK
                st.shared::cluster.{f32,b32}            (sm_90 and later; the cluster lies along x, rank = ctaid.x % splits)
   floats       fma.rn.f32 add.f32 mul.f32 max.f32 min.f32 (immediates `0fXXXXXXXX`)
   halves       fma.rn.f16x2 (weight: %w, both halves equal)  mov.b32 {%h,%h} <-> %r  cvt.f32.f16 cvt.rn.f16.f32
@@ -36,8 +36,8 @@ Modes (in the entry's comment):
 Markers and conventions that make the weights recoverable from the text alone:
   `// baked 1 ic=.. oc=.. kh=.. kw=.. stride=sh,sw dilation=dh,dw pads=t,l,b,r h=.. w=.. group=..`   once, after .address_size
        (the geometry as compiled: a 1x1 convolution of stride 1 without pads is flattened to h=1, w=H*W)
-  `// entry NAME mode=.. pair=none|image|row rows=P splits=KS tile=TI,TR,TC stage=BYTES plane=BYTES image=BYTES pitch=BYTES element=BYTES`
-       before each entry. Bytes are shared-memory strides: ring slot, channel, image of a tile, input row, pixel.
+  `// entry NAME mode=.. pair=none|image|row rows=P splits=KS pixels=T strip=COLUMNS stage=BYTES plane=BYTES pitch=BYTES element=BYTES`
+       before each entry. Bytes are shared-memory strides: ring slot, channel, input row, pixel. COLUMNS: see Schedule.
   `// piece g ks ic=LO..HI oc=a,b,c`   at each piece's label; HI exclusive; channels are absolute (of the whole input).
   `// stage ic=LO..HI slot=K`          ahead of each stage's arithmetic.
   `%a{oc * P + j}`   sum of output channel oc (absolute) for the thread's j-th output row, 0 <= j < P.
@@ -49,3 +49,590 @@ Markers and conventions that make the weights recoverable from the text alone:
        ky = (r - j * sh) / dh, kx = x / dw. In mode hf the %v is the destination of the cvt of that load.
   Zeros have no line; an explicit zero weight is never emitted.
 """
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsedeploy.layer import Epilogue, Geometry
+from sparsedeploy.plugins.baked.schedule import Nonzeros, Piece, Schedule, pieces
+
+_ZERO = "0f00000000"
+Tap = tuple[int, int]
+"""(row, column) of an input element relative to the thread's first output pixel."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One kernel of a module."""
+
+    name: str
+    schedule: Schedule
+
+
+def float_literal(value: float) -> str:
+    """An fp32 immediate: 0f3F800000."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def pair_literal(value: float) -> str:
+    """Both halves of a half2 immediate: 0x3C003C00."""
+    return f"0x{int(np.float16(value).view(np.uint16)) * 0x10001:08X}"
+
+
+def module(
+    geometry: Geometry, weights: Nonzeros, bias: NDArray[np.float32] | None, epilogue: Epilogue,
+    entries: Sequence[Entry], arch: int, version: str,
+) -> str:  # fmt: skip
+    """The PTX module of `entries` for one architecture (compute capability times ten) and PTX ISA version."""
+    g = geometry
+    out = [
+        f".version {version}",
+        f".target sm_{arch}",
+        ".address_size 64",
+        f"// baked 1 ic={g.ic} oc={g.oc} kh={g.kh} kw={g.kw} stride={_list(g.stride)} dilation={_list(g.dilation)} "
+        f"pads={_list(g.pads)} h={g.h} w={g.w} group={g.group}",
+        ".extern .shared .align 16 .b8 smem[];",
+    ]
+    by_channel = _by_channel(weights)
+    for entry in entries:
+        out += _Writer(entry, by_channel, pieces(entry.schedule, weights), bias, epilogue).text()
+        if entry.schedule.combine == "planes":
+            out += _sum_entry(entry, epilogue)
+    return "\n".join(out) + "\n"
+
+
+def _list(values: Iterable[int]) -> str:
+    return ",".join(str(value) for value in values)
+
+
+def _by_channel(weights: Nonzeros) -> dict[int, list[tuple[int, int, int, float]]]:
+    table: dict[int, list[tuple[int, int, int, float]]] = defaultdict(list)
+    for oc, ic, ky, kx, value in zip(
+        weights.oc.tolist(), weights.ic.tolist(), weights.ky.tolist(), weights.kx.tolist(), weights.value.tolist(), strict=True
+    ):
+        table[ic].append((oc, ky, kx, value))
+    return table
+
+
+class _Writer:
+    """Writes one entry."""
+
+    def __init__(
+        self, entry: Entry, weights: dict[int, list[tuple[int, int, int, float]]], parts: Sequence[Piece],
+        bias: NDArray[np.float32] | None, epilogue: Epilogue,
+    ) -> None:  # fmt: skip
+        self.name, self.s, self.weights, self.pieces = entry.name, entry.schedule, weights, parts
+        self.g, self.bias, self.epilogue = entry.schedule.geometry, bias, epilogue
+        self.lines: list[str] = []
+        self.values = 1
+        self.plane_out = self.g.oh * self.g.ow
+
+    def op(self, *lines: str) -> None:
+        """Add instructions."""
+        self.lines += [f"{line};" for line in lines]
+
+    def note(self, text: str) -> None:
+        """Add a comment."""
+        self.lines.append(f"// {text}")
+
+    def label(self, name: str) -> None:
+        """Add a label."""
+        self.lines.append(f"{name}:")
+
+    # ---- the entry ----
+    def text(self) -> list[str]:
+        """All lines of the entry."""
+        s = self.s
+        self._prologue()
+        self._dispatch(0, len(self.pieces))
+        body = self.lines
+        value = "f32" if s.mode != "h2" else "b32"
+        parameters = [".param .u64 x", ".param .u64 y"]
+        if self.epilogue.residual != "none" and s.combine != "planes":
+            parameters.append(".param .u64 residual")
+        parameters.append(".param .u32 n")
+        head = [
+            f"// entry {self.name} mode={s.mode} pair={s.pair} rows={s.rows} splits={s.splits} "
+            f"pixels={s.pixels} strip={s.strip} stage={s.slot_bytes} plane={s.plane_bytes} pitch={s.pitch_bytes} "
+            f"element={s.shared_bytes}",
+            f".visible .entry {self.name}({', '.join(parameters)})",
+            f".maxntid {s.threads}, 1, 1",
+            *([f".minnctapersm {s.min_blocks}"] if s.min_blocks > 1 else []),
+            "{",
+            f".reg .{value} %a<{self.g.oc * s.rows}>;",
+            f".reg .{value} %v<{self.values}>;",
+            ".reg .b32 %w;",
+            ".reg .f32 %o<4>;",
+            ".reg .b16 %h<4>;",
+            f".reg .b32 %d<{max(1, self._staged() * 4)}>;",
+            f".reg .b32 %r<16>; .reg .b32 %u<{3 * s.slots + 1}>;",
+            f".reg .b64 %q<8>; .reg .b64 %g<{s.slots}>; .reg .b64 %z<{s.slots}>;",
+            f".reg .pred %p<8>; .reg .pred %l<{s.slots}>; .reg .pred %m<{s.slots}>; .reg .pred %s<{s.rows}>; .reg .pred %t<{s.rows}>;",
+            ".reg .b32 %b; .reg .b32 %n; .reg .b64 %y; .reg .b64 %e;",
+        ]
+        return [*head, *body, "}"]
+
+    def _staged(self) -> int:
+        s = self.s
+        if s.asynchronous:
+            return 0
+        return s.slots * (s.stage_channels // s.phases) * (2 if s.pair != "none" else 1)
+
+    def _dispatch(self, first: int, last: int) -> None:
+        if last - first == 1:
+            self._piece(self.pieces[first])
+            return
+        middle = (first + last) // 2
+        name = f"{self.name}_low_{first}_{last}"
+        self.op(f"setp.lt.u32 %p0, %r0, {middle}", f"@%p0 bra {name}")
+        self._dispatch(middle, last)
+        self.label(name)
+        self._dispatch(first, middle)
+
+    # ---- where a thread stands ----
+    def _prologue(self) -> None:
+        """%r2: the tile's first pixel in its strip; %r3: image of that pixel; %r4: first column; %r5: virtual input row in the image."""
+        s, g = self.s, self.g
+        self.op("ld.param.u64 %q0, [x]", "ld.param.u64 %q1, [y]", "ld.param.u32 %n, [n]")
+        self.op("cvta.to.global.u64 %q0, %q0", "cvta.to.global.u64 %q1, %q1")
+        self.op("mov.u32 %r1, %tid.x", "mov.u32 %r2, %ctaid.x", "mov.u32 %r0, %ctaid.y", "mov.u32 %r15, smem")
+        if s.splits > 1:
+            self.op(f"rem.u32 %r3, %r2, {s.splits}", f"div.u32 %r2, %r2, {s.splits}", f"mad.lo.u32 %r0, %r0, {s.splits}, %r3")
+        self.op("mov.u32 %r4, 0")
+        if s.strips > 1:
+            self.op(f"rem.u32 %r4, %r2, {s.strips}", f"div.u32 %r2, %r2, {s.strips}", f"mul.lo.u32 %r4, %r4, {s.strip}")
+        self.op(f"mul.lo.u32 %r2, %r2, {s.pixels}", f"div.u32 %r3, %r2, {s.image_pixels}", f"rem.u32 %r5, %r2, {s.image_pixels}")
+        self.op(f"div.u32 %r5, %r5, {s.strip}", f"mul.lo.u32 %r5, %r5, {s.rows * g.stride[0]}")
+        self._clear()
+        for slot in range(s.slots):
+            self._loader(slot)
+        self._pixel()
+        self.op("bar.sync 0")
+
+    def _clear(self) -> None:
+        # Padding is never written again: one clearing serves every stage.
+        words = self.s.ring_bytes // 16
+        step = self.s.threads
+        self.op("mov.b32 %r6, 0", "shl.b32 %r7, %r1, 4", "add.s32 %r7, %r7, %r15")
+        for first in range(0, words, step):
+            guard = ""
+            if first + step > words:
+                self.op(f"setp.lt.u32 %p0, %r1, {words - first}")
+                guard = "@%p0 "
+            self.op(f"{guard}st.shared.v4.b32 [%r7+{first * 16}], {{%r6, %r6, %r6, %r6}}")
+
+    def _loader(self, slot: int) -> None:
+        """%u{3*slot}: shared address; %g{slot}: global address (of the pair's second part: %z); %l, %m: whether to load."""
+        s, g = self.s, self.g
+        at, phase, load = f"%u{3 * slot}", f"%u{3 * slot + 1}", f"%l{slot}"
+        total = s.positions * s.phases if s.slots == 1 else s.positions
+        thread = "%r1"
+        if slot:
+            self.op(f"add.s32 %r6, %r1, {slot * s.threads}")
+            thread = "%r6"
+        self.op(f"setp.lt.u32 {load}, {thread}, {total}")
+        if s.phases > 1:
+            self.op(f"div.u32 {phase}, {thread}, {s.positions}", f"rem.u32 %r6, {thread}, {s.positions}")
+        else:
+            self.op(f"mov.u32 %r6, {thread}")
+        # Row of the tile in %r8, image after the tile's first in %r7, row inside that image's virtual rows in %r9.
+        self.op(f"div.u32 %r8, %r6, {s.load_chunks}", f"rem.u32 %r6, %r6, {s.load_chunks}")
+        self.op("add.s32 %r9, %r8, %r5", f"div.u32 %r7, %r9, {s.image_rows}", f"rem.u32 %r9, %r9, {s.image_rows}")
+        self.op(f"mad.lo.u32 {at}, %r8, {s.pitch_bytes}, %r15", f"mad.lo.u32 {at}, %r6, {s.chunk * s.shared_bytes}, {at}")
+        self.op(f"mad.lo.u32 {at}, %r7, {s.gap_bytes}, {at}", f"add.s32 {at}, {at}, {s.load_column * s.shared_bytes}")
+        if s.phases > 1:
+            self.op(f"mad.lo.u32 {at}, {phase}, {s.plane_bytes}, {at}")
+        # Input coordinates: row %r9, column %r6, image %r7; unsigned comparisons refuse negative ones.
+        self.op(f"add.s32 %r9, %r9, {-g.pads[0]}", f"mul.lo.u32 %r6, %r6, {s.chunk}")
+        if s.strips > 1:
+            self.op(f"mad.lo.u32 %r6, %r4, {g.stride[1]}, %r6", f"add.s32 %r6, %r6, {-g.pads[1] - s.column_shift}")
+            self.op(f"setp.lt.and.u32 {load}, %r6, {g.w}, {load}")
+        self.op("add.s32 %r7, %r7, %r3")
+        if s.pair == "image":
+            self.op("shl.b32 %r7, %r7, 1")
+        self.op(f"setp.lt.and.u32 {load}, %r7, %n, {load}")
+        if s.pair == "image":
+            self.op("add.s32 %r10, %r7, 1", f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}", f"setp.lt.and.u32 %m{slot}, %r10, %n, {load}")
+        elif s.pair == "row":
+            self.op(f"add.s32 %r10, %r9, {s.pair_rows}", f"setp.lt.and.u32 %m{slot}, %r10, {g.h}, {load}")
+            self.op(f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}")
+        else:
+            self.op(f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}")
+        channel = g.h * g.w * s.global_bytes
+        self.op(f"mul.wide.u32 %g{slot}, %r7, {g.ic * channel}", f"add.s64 %g{slot}, %g{slot}, %q0")
+        self.op(f"mad.lo.u32 %r9, %r9, {g.w}, %r6", f"mul.lo.u32 %r9, %r9, {s.global_bytes}")
+        if s.phases > 1:
+            self.op(f"mad.lo.u32 %r9, {phase}, {channel}, %r9")
+        # Signed: a row above the image has a negative offset. It is never read, but its pair's second row may be.
+        self.op("mul.wide.s32 %q3, %r9, 1", f"add.s64 %g{slot}, %g{slot}, %q3")
+        if s.pair != "none":
+            distance = g.ic * channel if s.pair == "image" else s.pair_rows * g.w * s.global_bytes
+            self.op(f"add.s64 %z{slot}, %g{slot}, {distance}")
+
+    def _pixel(self) -> None:
+        """%b: the thread's place in a plane; %e: byte offset of its first output; %s{j} (pair's second: %t{j}): store row j."""
+        s, g = self.s, self.g
+        self.op(f"setp.lt.u32 %p1, %r1, {s.pixels}", "selp.b32 %r6, %r1, 0, %p1", "add.s32 %r6, %r6, %r2")
+        self.op(f"div.u32 %r7, %r6, {s.image_pixels}", f"rem.u32 %r6, %r6, {s.image_pixels}")
+        self.op(f"div.u32 %r8, %r6, {s.strip}", f"rem.u32 %r6, %r6, {s.strip}", "sub.s32 %r9, %r7, %r3")
+        self.op(f"mul.lo.u32 %r10, %r9, {s.image_rows}", f"mad.lo.u32 %r10, %r8, {s.rows * g.stride[0]}, %r10", "sub.s32 %r10, %r10, %r5")
+        self.op(f"mad.lo.u32 %b, %r10, {s.pitch_bytes}, %r15", f"mad.lo.u32 %b, %r9, {s.gap_bytes}, %b")
+        self.op(f"mad.lo.u32 %b, %r6, {g.stride[1] * s.shared_bytes}, %b", f"add.s32 %b, %b, {s.column_shift * s.shared_bytes}")
+        if s.pair == "image":
+            self.op("shl.b32 %r7, %r7, 1")
+        self.op("add.s32 %r6, %r6, %r4", f"mul.lo.u32 %r8, %r8, {s.rows}")
+        self.op("setp.lt.and.u32 %p1, %r7, %n, %p1", f"setp.lt.and.u32 %p1, %r6, {g.ow}, %p1")
+        for j in range(s.rows):
+            self.op(f"add.s32 %r9, %r8, {j}", f"setp.lt.and.u32 %s{j}, %r9, {s.half_rows}, %p1")
+            if s.pair == "image":
+                self.op("add.s32 %r10, %r7, 1", f"setp.lt.and.u32 %t{j}, %r10, %n, %s{j}")
+            elif s.pair == "row":
+                self.op(f"add.s32 %r9, %r9, {s.half_rows}", f"setp.lt.and.u32 %t{j}, %r9, {g.oh}, %s{j}")
+        size = 4 if s.combine == "planes" else s.global_bytes
+        self.op(f"mad.lo.u32 %r8, %r8, {g.ow}, %r6", f"mul.wide.u32 %e, %r8, {size}")
+        self.op(f"mul.wide.u32 %q3, %r7, {g.oc * self.plane_out * size}", "add.s64 %e, %e, %q3", "add.s64 %y, %q1, %e")
+        if self.epilogue.residual != "none" and s.combine != "planes":
+            self.op("ld.param.u64 %q2, [residual]", "cvta.to.global.u64 %q2, %q2", "add.s64 %q2, %q2, %e")
+
+    # ---- one piece ----
+    def _piece(self, piece: Piece) -> None:
+        s = self.s
+        self.note(f"piece {piece.group} {piece.split} ic={piece.ic[0]}..{piece.ic[1]} oc={_list(piece.oc)}")
+        members = set(piece.oc)
+        for oc in piece.oc:
+            bias = float(self.bias[oc]) if self.bias is not None and piece.split == 0 else 0.0
+            for j in range(s.rows):
+                start = pair_literal(bias) if s.mode == "h2" else float_literal(bias)
+                self.op(f"mov.{'b32' if s.mode == 'h2' else 'f32'} %a{oc * s.rows + j}, {start}")
+        channels = range(*piece.ic)
+        stages = [channels[i : i + s.stage_channels] for i in range(0, len(channels), s.stage_channels)]
+        if s.asynchronous:
+            self._async_stages(stages, members)
+        else:
+            self._plain_stages(stages, members)
+        if s.combine == "cluster":
+            self._cluster_sum(piece)
+        elif s.combine == "planes":
+            self._store_planes(piece)
+        else:
+            for oc in piece.oc:
+                for j in range(s.rows):
+                    self._finish(oc, j, f"%a{oc * s.rows + j}")
+        self.op("ret")
+
+    def _async_stages(self, stages: Sequence[Sequence[int]], members: set[int]) -> None:
+        s = self.s
+        ahead = min(s.ring - 1, len(stages))
+        for stage in range(ahead):
+            self._copy_async(stages[stage], stage % s.ring)
+        for i, stage_channels in enumerate(stages):
+            issued = min(len(stages), i + s.ring - 1)
+            self.op(f"cp.async.wait_group {issued - i - 1}", "bar.sync 0")
+            if i + s.ring - 1 < len(stages):
+                self._copy_async(stages[i + s.ring - 1], (i + s.ring - 1) % s.ring)
+            self._arithmetic(stage_channels, i % s.ring, members)
+
+    def _copy_async(self, channels: Sequence[int], slot: int) -> None:
+        s = self.s
+        size = s.chunk * s.global_bytes
+        plane = self.g.h * self.g.w * s.global_bytes
+        for c in range(0, len(channels), s.phases):
+            for k in range(s.slots):
+                guard = self._tail(k, c, len(channels), f"%l{k}")
+                to, of = slot * s.slot_bytes + c * s.plane_bytes, (channels[0] + c) * plane
+                self.op(f"@{guard} cp.async.{'cg' if size == 16 else 'ca'}.shared.global [%u{3 * k}+{to}], [%g{k}+{of}], {size}")
+        self.op("cp.async.commit_group")
+
+    def _tail(self, k: int, c: int, count: int, guard: str) -> str:
+        """The guard of a load of channels c.. when the last of the side-by-side channels may not exist."""
+        if c + self.s.phases <= count:
+            return guard
+        self.op(f"setp.lt.and.u32 %p2, %u{3 * k + 1}, {count - c}, {guard}")
+        return "%p2"
+
+    def _plain_stages(self, stages: Sequence[Sequence[int]], members: set[int]) -> None:
+        s = self.s
+        if not stages:
+            return
+        self._fetch(stages[0])
+        self._put(stages[0], 0)
+        self.op("bar.sync 0")
+        for i, stage_channels in enumerate(stages):
+            if i + 1 < len(stages):
+                self._fetch(stages[i + 1])
+            self._arithmetic(stage_channels, i % 2, members)
+            if i + 1 < len(stages):
+                self._put(stages[i + 1], (i + 1) % 2)
+                self.op("bar.sync 0")
+
+    def _loads(self, channels: Sequence[int]) -> list[tuple[int, int, int]]:
+        s = self.s
+        parts = 2 if s.pair != "none" else 1
+        return [
+            (c, k, (i * s.slots + k) * parts * 4) for i, c in enumerate(range(0, len(channels), s.phases)) for k in range(s.slots)
+        ]
+
+    def _fetch(self, channels: Sequence[int]) -> None:
+        """Global memory to registers %d."""
+        s = self.s
+        plane = self.g.h * self.g.w * s.global_bytes
+        for c, k, at in self._loads(channels):
+            offset = (channels[0] + c) * plane
+            if s.pair == "none":
+                self.op(self._load_global(self._tail(k, c, len(channels), f"%l{k}"), at, f"[%g{k}+{offset}]"))
+                continue
+            for part, (address, guard) in enumerate(((f"%g{k}", f"%l{k}"), (f"%z{k}", f"%m{k}"))):
+                first = at + 4 * part
+                self.op(*[f"mov.b32 %d{first + i}, 0" for i in range(max(1, s.chunk // 2))])
+                self.op(self._load_global(self._tail(k, c, len(channels), guard), first, f"[{address}+{offset}]"))
+
+    def _load_global(self, guard: str, first: int, address: str) -> str:
+        size = self.s.chunk * self.s.global_bytes
+        if size == 2:
+            # A 16-bit load needs a 16-bit register; widened when it is used.
+            return f"@{guard} ld.global.u16 %d{first}, {address}"
+        words = size // 4
+        names = [f"%d{first + i}" for i in range(words)]
+        kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[words]
+        return f"@{guard} ld.global.{kind} {names[0] if words == 1 else '{' + ', '.join(names) + '}'}, {address}"
+
+    def _put(self, channels: Sequence[int], slot: int) -> None:
+        """Registers %d to shared memory, pairs interleaved."""
+        s = self.s
+        for c, k, at in self._loads(channels):
+            to = f"[%u{3 * k}+{slot * s.slot_bytes + c * s.plane_bytes}]"
+            if s.pair == "none":
+                self._store_shared(self._tail(k, c, len(channels), f"%l{k}"), to, [f"%d{at + i}" for i in range(4)])
+                continue
+            words = [f"%r{8 + i}" for i in range(s.chunk)]
+            for i in range(s.chunk):
+                low, high = f"%d{at + i // 2}", f"%d{at + 4 + i // 2}"
+                self.op(f"prmt.b32 {words[i]}, {low}, {high}, {'0x7632' if i % 2 else '0x5410'}")
+            guard = f"%l{k}"
+            if s.pair == "row":  # the second half may have a row where the first has padding
+                self.op(f"or.pred %p3, %l{k}, %m{k}")
+                guard = "%p3"
+            guard = self._tail(k, c, len(channels), guard)
+            kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[s.chunk]
+            self.op(f"@{guard} st.shared.{kind} {to}, {words[0] if s.chunk == 1 else '{' + ', '.join(words) + '}'}")
+
+    def _store_shared(self, guard: str, to: str, words: Sequence[str]) -> None:
+        size = self.s.chunk * self.s.global_bytes
+        if size == 2:
+            self.op(f"@{guard} st.shared.u16 {to}, {words[0]}")
+            return
+        count = size // 4
+        kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[count]
+        self.op(f"@{guard} st.shared.{kind} {to}, {words[0] if count == 1 else '{' + ', '.join(words[:count]) + '}'}")
+
+    # ---- the arithmetic ----
+    def _arithmetic(self, channels: Sequence[int], slot: int, members: set[int]) -> None:
+        """Loads run one channel ahead of the sums, so that a load's latency hides behind the other channel's fmas."""
+        s = self.s
+        self.note(f"stage ic={channels[0]}..{channels[-1] + 1} slot={slot}")
+        plans = [(c, plan) for c, ic in enumerate(channels) if (plan := self._taps(ic, members))]
+        if not plans:
+            return
+        names: dict[Tap, str] = self._load_taps(plans[0], slot, 0)
+        for i, (_, plan) in enumerate(plans):
+            following = self._load_taps(plans[i + 1], slot, (i + 1) % 2) if i + 1 < len(plans) else {}
+            for tap, sums in plan.items():
+                for accumulator, value in sums:
+                    if s.mode == "h2":
+                        self.op(f"mov.b32 %w, {pair_literal(value)}", f"fma.rn.f16x2 %a{accumulator}, {names[tap]}, %w, %a{accumulator}")
+                    else:
+                        self.op(f"fma.rn.f32 %a{accumulator}, {names[tap]}, {float_literal(value)}, %a{accumulator}")
+            names = following
+
+    def _taps(self, ic: int, members: set[int]) -> dict[Tap, list[tuple[int, float]]]:
+        """For one input channel: which input elements feed which sums, in load order."""
+        g, s = self.g, self.s
+        taps: dict[Tap, list[tuple[int, float]]] = {}
+        for oc, ky, kx, value in self.weights.get(ic, ()):
+            if oc in members:
+                for j in range(s.rows):
+                    taps.setdefault((j * g.stride[0] + ky * g.dilation[0], kx * g.dilation[1]), []).append((oc * s.rows + j, value))
+        return dict(sorted(taps.items()))
+
+    def _load_taps(self, plan: tuple[int, dict[Tap, list[tuple[int, float]]]], slot: int, parity: int) -> dict[Tap, str]:
+        s = self.s
+        channel, taps = plan
+        span = ((s.rows - 1) * self.g.stride[0] + self.g.kh) * self.g.kw * s.rows
+        names: dict[Tap, str] = {}
+        kind = {"f32": "f32", "hf": "b16", "h2": "b32"}[s.mode]
+        for i, (row, column) in enumerate(taps):
+            name = f"%v{parity * span + i}"
+            self.values = max(self.values, parity * span + i + 1)
+            at = slot * s.slot_bytes + channel * s.plane_bytes + row * s.pitch_bytes + column * s.shared_bytes
+            if s.mode == "hf":
+                self.op(f"ld.shared.b16 %h0, [%b+{at}]", f"cvt.f32.f16 {name}, %h0")
+            else:
+                self.op(f"ld.shared.{kind} {name}, [%b+{at}]")
+            names[row, column] = name
+        return names
+
+    # ---- what follows the sums ----
+    def _finish(self, oc: int, j: int, source: str) -> None:
+        """Epilogue and store of one sum (a pair of sums in h2)."""
+        s, g = self.s, self.g
+        base = (oc * g.oh + j) * g.ow * s.global_bytes
+        if s.mode != "h2":
+            self._finish_one(source, base, f"%s{j}")
+            return
+        self.op(f"mov.b32 {{%h0, %h1}}, {source}", "cvt.f32.f16 %o2, %h0", "cvt.f32.f16 %o3, %h1")
+        self._finish_pair(oc, j)
+
+    def _finish_pair(self, oc: int, j: int) -> None:
+        s, g = self.s, self.g
+        base = (oc * g.oh + j) * g.ow * s.global_bytes
+        distance = g.oc * self.plane_out * 2 if s.pair == "image" else s.half_rows * g.ow * 2
+        self._finish_one("%o2", base, f"%s{j}")
+        self._finish_one("%o3", base + distance, f"%t{j}")
+
+    def _finish_one(self, source: str, offset: int, guard: str) -> None:
+        s, e = self.s, self.epilogue
+        self.op(*_after(e, source, f"[%q2+{offset}]", guard, s.global_bytes))
+        if s.global_bytes == 4:
+            self.op(f"@{guard} st.global.f32 [%y+{offset}], {_result(e, source)}")
+        else:
+            self.op(f"cvt.rn.f16.f32 %h2, {_result(e, source)}", f"@{guard} st.global.b16 [%y+{offset}], %h2")
+
+    def _store_planes(self, piece: Piece) -> None:
+        """Partial sums as fp32 into plane `split` of the workspace, which stands in the place of y."""
+        s, g = self.s, self.g
+        self.op(f"mul.wide.u32 %q3, %n, {g.oc * self.plane_out * 4}")
+        for _ in range(piece.split):
+            self.op("add.s64 %y, %y, %q3")
+        for oc in piece.oc:
+            for j in range(s.rows):
+                offset, a = (oc * g.oh + j) * g.ow * 4, f"%a{oc * s.rows + j}"
+                if s.mode != "h2":
+                    self.op(f"@%s{j} st.global.f32 [%y+{offset}], {a}")
+                    continue
+                distance = g.oc * self.plane_out * 4 if s.pair == "image" else s.half_rows * g.ow * 4
+                self.op(f"mov.b32 {{%h0, %h1}}, {a}", "cvt.f32.f16 %o2, %h0", "cvt.f32.f16 %o3, %h1")
+                self.op(f"@%s{j} st.global.f32 [%y+{offset}], %o2", f"@%t{j} st.global.f32 [%y+{offset + distance}], %o3")
+
+    def _cluster_sum(self, piece: Piece) -> None:
+        """Every block sends the others their share of its sums, then adds its own share in the order of the splits."""
+        s = self.s
+        share = s.share(len(piece.oc))
+        kind = "b32" if s.mode == "h2" else "f32"
+        barrier = ("barrier.cluster.arrive.aligned", "barrier.cluster.wait.aligned")
+        self.op(*barrier, "shl.b32 %r6, %r1, 2", "add.s32 %r6, %r6, %r15")
+        for owner in range(s.splits):
+            mine = piece.oc[owner * share : (owner + 1) * share]
+            if owner == piece.split or not mine:
+                continue
+            self.op(f"mapa.shared::cluster.u32 %r7, %r6, {owner}")
+            for i, oc in enumerate(mine):
+                for j in range(s.rows):
+                    self.op(f"st.shared::cluster.{kind} [%r7+{self._slot(piece.split, share, i, j)}], %a{oc * s.rows + j}")
+        self.op(*barrier)
+        for i, oc in enumerate(piece.oc[piece.split * share : (piece.split + 1) * share]):
+            for j in range(s.rows):
+                self._sum_shares(piece, share, i, oc, j)
+
+    def _slot(self, split: int, share: int, i: int, j: int) -> int:
+        return ((split * share + i) * self.s.rows + j) * self.s.threads * 4
+
+    def _sum_shares(self, piece: Piece, share: int, i: int, oc: int, j: int) -> None:
+        s = self.s
+        for split in range(s.splits):
+            own = split == piece.split
+            address = f"[%r6+{self._slot(split, share, i, j)}]"
+            if s.mode != "h2":
+                source = f"%a{oc * s.rows + j}" if own else "%o1"
+                if not own:
+                    self.op(f"ld.shared.f32 %o1, {address}")
+                self.op(f"mov.f32 %o2, {source}" if split == 0 else f"add.f32 %o2, %o2, {source}")
+                continue
+            if not own:
+                self.op(f"ld.shared.b32 %w, {address}")
+            self.op(f"mov.b32 {{%h0, %h1}}, {f'%a{oc * s.rows + j}' if own else '%w'}", "cvt.f32.f16 %o0, %h0", "cvt.f32.f16 %o1, %h1")
+            self.op(*([f"mov.f32 %o{k + 2}, %o{k}" if split == 0 else f"add.f32 %o{k + 2}, %o{k + 2}, %o{k}" for k in (0, 1)]))
+        if s.mode == "h2":
+            self._finish_pair(oc, j)
+        else:
+            self._finish_one("%o2", (oc * self.g.oh + j) * self.g.ow * s.global_bytes, f"%s{j}")
+
+
+def _plain(e: Epilogue) -> bool:
+    return e.activation == "none" and e.residual == "none"
+
+
+def _result(e: Epilogue, source: str) -> str:
+    return source if _plain(e) else "%o0"
+
+
+def _after(e: Epilogue, source: str, residual: str, guard: str, size: int) -> list[str]:
+    """Instructions that leave act(source + residual) or act(source) + residual in %o0; none when nothing follows."""
+    if _plain(e):
+        return []
+    lines: list[str] = []
+    fetch = ["mov.f32 %o1, " + _ZERO, f"@{guard} ld.global.f32 %o1, {residual}"]
+    if size == 2:
+        fetch = ["mov.b16 %h3, 0", f"@{guard} ld.global.b16 %h3, {residual}", "cvt.f32.f16 %o1, %h3"]
+    if e.residual == "before_activation":
+        lines += [*fetch, f"add.f32 %o0, {source}, %o1"]
+        source = "%o0"
+    if e.activation == "relu":
+        lines.append(f"max.f32 %o0, {source}, {_ZERO}")
+    elif e.activation == "clip":
+        lines += [f"max.f32 %o0, {source}, {float_literal(e.low)}", f"min.f32 %o0, %o0, {float_literal(e.high)}"]
+    elif e.activation == "leaky_relu":
+        # max(x, slope x) is leaky ReLU for slope <= 1, min for slope > 1.
+        lines += [f"mul.f32 %o1, {source}, {float_literal(e.slope)}", f"{'max' if e.slope <= 1 else 'min'}.f32 %o0, {source}, %o1"]
+    elif source != "%o0":
+        lines.append(f"mov.f32 %o0, {source}")
+    if e.residual == "after_activation":
+        lines += [*fetch, "add.f32 %o0, %o0, %o1"]
+    return lines
+
+
+SUM_THREADS = 256
+
+
+def _sum_entry(entry: Entry, epilogue: Epilogue) -> list[str]:
+    """Adds the planes of partial sums in the order of the splits: one element a thread."""
+    s = entry.schedule
+    g = s.geometry
+    size = s.global_bytes
+    residual = epilogue.residual != "none"
+    parameters = [".param .u64 x", ".param .u64 y", *([".param .u64 residual"] if residual else []), ".param .u32 n"]
+    ops = [
+        "ld.param.u64 %q0, [x]", "ld.param.u64 %q1, [y]", "ld.param.u32 %r3, [n]",
+        "cvta.to.global.u64 %q0, %q0", "cvta.to.global.u64 %q1, %q1",
+        "mov.u32 %r0, %tid.x", "mov.u32 %r1, %ctaid.x", f"mad.lo.u32 %r0, %r1, {SUM_THREADS}, %r0",
+        f"mul.lo.u32 %r2, %r3, {g.oc * g.oh * g.ow}", "setp.lt.u32 %p0, %r0, %r2", "@!%p0 bra " + entry.name + "_sum_end",
+        "mul.wide.u32 %q3, %r0, 4", "add.s64 %q0, %q0, %q3", "mul.wide.u32 %q4, %r2, 4",
+        f"mul.wide.u32 %q3, %r0, {size}", "add.s64 %q1, %q1, %q3", "ld.global.f32 %o2, [%q0+0]",
+    ]  # fmt: skip
+    if residual:
+        ops += ["ld.param.u64 %q2, [residual]", "cvta.to.global.u64 %q2, %q2", "add.s64 %q2, %q2, %q3"]
+    for _ in range(1, s.splits):
+        ops += ["add.s64 %q0, %q0, %q4", "ld.global.f32 %o1, [%q0+0]", "add.f32 %o2, %o2, %o1"]
+    ops += _after(epilogue, "%o2", "[%q2+0]", "%p0", size)
+    result = _result(epilogue, "%o2")
+    if size == 4:
+        ops.append(f"st.global.f32 [%q1+0], {result}")
+    else:
+        ops += [f"cvt.rn.f16.f32 %h2, {result}", "st.global.b16 [%q1+0], %h2"]
+    return [
+        f"// sum {entry.name} splits={s.splits}",
+        f".visible .entry {entry.name}_sum({', '.join(parameters)})",
+        f".maxntid {SUM_THREADS}, 1, 1",
+        "{",
+        ".reg .f32 %o<4>; .reg .b16 %h<4>; .reg .b32 %r<4>; .reg .b64 %q<5>; .reg .pred %p<1>;",
+        *[f"{op};" for op in ops],
+        f"{entry.name}_sum_end:",
+        "ret;",
+        "}",
+    ]
