@@ -94,9 +94,9 @@ def _folded(model: Model, index: Graph, conv: NodeProto, norm: NodeProto) -> tup
         raise _RefusedError("the convolution's own output is an output of the model")
     if index.sole_reader(value) is None or list(norm.input).count(value) != 1:
         raise _RefusedError("the convolution's output has other readers")
-    weight = index.array(conv.input[1]) if len(conv.input) > 1 else None
-    if weight is None or weight.ndim < 3:
-        raise _RefusedError("the convolution's weight is not constant")
+    weight = _constant(index, conv.input[1] if len(conv.input) > 1 else "", "the convolution's weight")
+    if weight.ndim < 3:
+        raise _RefusedError(f"the convolution's weight has shape {list(weight.shape)}")
     channels = weight.shape[0]
     scale, shift, mean, variance = _parameters(index, norm, channels)
     bias = np.zeros(channels)
@@ -136,12 +136,20 @@ def _parameters(index: Graph, norm: NodeProto, channels: int) -> list[Doubles]:
 
 
 def _vector(index: Graph, name: str, channels: int, what: str) -> Doubles:
-    values = index.array(name)
-    if values is None:
-        raise _RefusedError(f"{what} is not constant")
+    values = _constant(index, name, what)
     if values.shape != (channels,):
         raise _RefusedError(f"{what} has shape {list(values.shape)} and the convolution {channels} output channels")
     return values.astype(np.float64)
+
+
+def _constant(index: Graph, name: str, what: str) -> Array:
+    try:
+        values = index.array(name)
+    except (ValueError, KeyError, TypeError) as error:  # a damaged tensor: wrong size, unknown type
+        raise _RefusedError(f"{what} ({name}) cannot be read") from error
+    if values is None:
+        raise _RefusedError(f"{what} is not constant")
+    return values
 
 
 def _store(model: Model, index: Graph, conv: NodeProto, slot: int, values: Array, wish: str) -> None:

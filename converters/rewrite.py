@@ -31,6 +31,7 @@ _Step = tuple[str, list[str], dict[str, Any]]
 _MALFORMED = (
     ValueError, KeyError, IndexError, TypeError, OverflowError, StopIteration, OSError, struct.error, zlib.error,
 )  # fmt: skip
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 _ELEMENT = {"fp32": TensorProto.FLOAT, "fp16": TensorProto.FLOAT16}
 
 
@@ -231,7 +232,8 @@ def restore(model: Model, unpack: Unpack) -> Model:
     types = {v.name: v.type.tensor_type.elem_type for v in (*source.value_info, *source.input, *source.output)}
     for stub in stubs:
         sparse = nodes[stub.output[0]]
-        element = types.get(stub.output[0]) or types.get(stub.input[0]) or _ELEMENT[sparse.precision]
+        said = [types[name] for name in (stub.output[0], stub.input[0]) if types.get(name) in _FLOATS]
+        element = said[0] if said else _ELEMENT[sparse.precision]
         _restore_node(restored, stub, sparse, unpack(sparse), helper.tensor_dtype_to_np_dtype(element))
     remove_nodes(target.graph, stubs)
     return restored

@@ -279,6 +279,17 @@ def test_weight_that_is_not_constant_is_refused() -> None:
     assert "weight is not constant" in model.notes[0]
 
 
+@pytest.mark.parametrize("name", ["w", "v"])
+@pytest.mark.parametrize("damage", [{"raw_data": b"123"}, {"data_type": 99}])
+def test_damaged_tensor_is_refused_and_named(name: str, damage: dict[str, object]) -> None:
+    model = build([CONV, NORM], constants())
+    tensor = model.graph.initializers[name]
+    for field, value in damage.items():
+        setattr(tensor, field, value)
+    assert fold_batchnorm(model) == 0
+    assert f"({name}) cannot be read" in model.notes[0]
+
+
 def test_norm_without_a_convolution_before_is_no_news() -> None:
     values = {name: value[:4] if value.ndim == 1 else value for name, value in constants().items()}
     model = build(["c = Relu(x)", NORM, "z = Conv(y, w)"], values, outputs=("z",))

@@ -441,6 +441,17 @@ def _rename(node: onnx.NodeProto, old: str, new: str) -> None:
             _rename(inner, old, new)
 
 
+def test_restoring_without_shape_entries_goes_by_the_precision() -> None:
+    for dtype in (np.float32, np.float16):
+        model = build([BIASED, "d = Relu(c)", "y = Neg(d)"], dtype=dtype)
+        before = run(model.proto)
+        model.proto.graph.node.insert(0, helper.make_node("Identity", ["x"], ["plain"]))
+        model.proto.graph.node[1].input[0] = "plain"
+        convert(model)
+        del model.proto.graph.value_info[:]
+        assert_same_outputs(before, run(restore(model, unpack).proto), 1e-5 if dtype == np.float32 else 2e-3)
+
+
 def test_restoring_keeps_the_rest_of_the_model() -> None:
     model = build([BIASED, "y = Relu(c)"])
     model.proto.producer_name, model.proto.doc_string = "someone", "words"
