@@ -50,8 +50,8 @@ def rewrite(
     places = _places(model, chosen)
     if not len(nodes) == len(chosen) == len(places):
         raise ValueError(f"{len(nodes)} nodes, {len(chosen)} units for them, {len(places)} of these in the graph")
-    if differing := [node.layer for unit, node in chosen if node.has_residual != (unit.residual is not None)]:
-        raise ValueError(f"node and unit disagree about a residual: {differing}")
+    if differing := [node.layer for unit, node in chosen if not _agree(unit, node)]:
+        raise ValueError(f"node and unit disagree about bias, activation or residual: {differing}")
     if not chosen:
         return
     graph = model.proto.graph
@@ -66,6 +66,12 @@ def rewrite(
     _remove_shape_entries(model, inner | constants)
     if not model.opset(DOMAIN):
         model.proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+
+
+def _agree(unit: ConvUnit, sparse: SparseConv) -> bool:
+    """Whether the node does all that the unit's nodes do; slopes and bounds may have been rounded since."""
+    mine, its = unit.epilogue, sparse.epilogue
+    return mine.bias <= its.bias and (mine.activation, mine.residual) == (its.activation, its.residual)
 
 
 def _places(model: Model, chosen: Sequence[tuple[ConvUnit, SparseConv]]) -> list[tuple[int, ConvUnit, SparseConv]]:

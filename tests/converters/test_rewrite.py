@@ -470,9 +470,10 @@ def test_mistakes_of_the_caller() -> None:
     sparse, before = pack(model, unit), model.proto.SerializeToString()
     with pytest.raises(ValueError, match="1 nodes, 0 units"):
         rewrite(model, {"other": sparse}, units)
-    plain = pack(model, unit, epilogue=unit.epilogue.model_copy(update={"residual": "none"}))
-    with pytest.raises(ValueError, match="residual"):
-        rewrite(model, {"c": plain}, units)
+    for change in ({"residual": "none"}, {"residual": "after_activation"}, {"activation": "none"}, {"bias": False}):
+        other = pack(model, unit, epilogue=unit.epilogue.model_copy(update=change))
+        with pytest.raises(ValueError, match="disagree"):
+            rewrite(model, {"c": other}, units)
     with pytest.raises(ValueError, match="0 of these in the graph"):
         rewrite(build([BIASED, "y = Relu(c)"]), {"c": sparse}, units)
     assert model.proto.SerializeToString() == before
