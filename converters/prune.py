@@ -118,7 +118,7 @@ def prune(
     total = sum(entry.total for entry in pruned)
     before, after = sum(entry.zeros_before for entry in pruned), sum(entry.zeros_after for entry in pruned)
     model.notes.append(
-        f"{len(pruned)} weights pruned by {method}: {before / total:.1%} zeros before, {after / total:.1%} after. "
+        f"{len(pruned)} weight{'s' * (len(pruned) != 1)} pruned by {method}: {before / total:.1%} zeros before, {after / total:.1%} after. "
         f"Outputs have changed; accuracy needs retraining."
     )
     return PruneReport(
@@ -218,7 +218,7 @@ def _share(sparsity: float | None, pattern: tuple[int, int] | None) -> float:
 
 def _choose(graph: Graph, patterns: Sequence[str]) -> tuple[list[_Weight], tuple[Skipped, ...]]:
     convs = [node for node in graph.proto.node if node.op_type == "Conv" and node.domain in ("", "ai.onnx")]
-    if patterns:
+    if convs:
         _check_patterns(patterns, convs)
     chosen: dict[str, _Weight] = {}
     skipped = []
@@ -244,10 +244,9 @@ def _check_patterns(patterns: Sequence[str], convs: Sequence[NodeProto]) -> None
         if not any(_matches(node, pattern) for node in convs):
             names = [node_label(node) for node in convs]
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            known = f"It has {', '.join(names[:5])}{more}" if names else "It has no convolution"
             raise InputError(
-                f"the layer pattern {pattern!r} matches no convolution of the model's main graph. {known}; give one of "
-                f"these names or a pattern such as 'layer1.*'."
+                f"the layer pattern {pattern!r} matches no convolution of the model's main graph, which has "
+                f"{', '.join(names[:5])}{more}. Give one of these names or a pattern such as 'layer1.*'."
             )
 
 
@@ -307,9 +306,9 @@ def _nothing(model: Model, skipped: Sequence[Skipped]) -> str:
     first = "; ".join(f"{entry.layer}: {entry.reason}" for entry in skipped[:3])
     more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
     return (
-        f"{model.path.name}: none of its convolutions can be pruned ({first}{more}). By default 2-D convolutions with "
-        f"a constant floating-point weight, group 1 and at least {MIN_INPUT_CHANNELS} input channels are; name others "
-        f"by a layer pattern."
+        f"{model.path.name}: none of the chosen convolutions can be pruned ({first}{more}). It takes a 2-D convolution "
+        f"with a constant floating-point weight and, unless a layer pattern names it, group 1 and at least "
+        f"{MIN_INPUT_CHANNELS} input channels."
     )
 
 

@@ -309,7 +309,7 @@ def test_report_round_trips_and_the_model_notes_it() -> None:
     report = prune(model, 0.5, layers=["conv1"])
     assert PruneReport.from_json(report.to_json(), "report") == report
     assert model.notes == [
-        "1 weights pruned by magnitude-global: 0.0% zeros before, 50.0% after. Outputs have changed; accuracy needs "
+        "1 weight pruned by magnitude-global: 0.0% zeros before, 50.0% after. Outputs have changed; accuracy needs "
         "retraining."
     ]
 
@@ -356,5 +356,5 @@ def test_real_files_get_exactly_the_zeros_asked_for(file: str) -> None:
 
 def test_computed_weights_of_a_real_file_say_what_makes_them() -> None:
     path = shared("models/onnx_light/light_resnet50.onnx")
-    with pytest.raises(InputError, match=r"light_resnet50\.onnx: none of its convolutions.*ConstantOfShape"):
+    with pytest.raises(InputError, match=r"light_resnet50\.onnx: none of the chosen convolutions.*ConstantOfShape"):
         prune(Model(onnx.load(path), path), 0.9)
