@@ -52,6 +52,9 @@ def rewrite(
         raise ValueError(f"{len(nodes)} nodes, {len(chosen)} units for them, {len(places)} of these in the graph")
     if differing := [node.layer for unit, node in chosen if not _agree(unit, node)]:
         raise ValueError(f"node and unit disagree about bias, activation or residual: {differing}")
+    index = model.graph
+    if computed := [node.layer for unit, node in chosen if not _is_constant(index, unit.weight, unit.bias)]:
+        raise ValueError(f"weight or bias is computed in the graph, a node cannot carry it: {computed}")
     if not chosen:
         return
     graph = model.proto.graph
@@ -72,6 +75,11 @@ def _agree(unit: ConvUnit, sparse: SparseConv) -> bool:
     """Whether the node does all that the unit's nodes do; slopes and bounds may have been rounded since."""
     mine, its = unit.epilogue, sparse.epilogue
     return mine.bias <= its.bias and (mine.activation, mine.residual) == (its.activation, its.residual)
+
+
+def _is_constant(index: Graph, *names: str | None) -> bool:
+    makers = {name: index.producer(name) for name in names if name}
+    return all(name in index.initializers or (node and node.op_type == "Constant") for name, node in makers.items())
 
 
 def _places(model: Model, chosen: Sequence[tuple[ConvUnit, SparseConv]]) -> list[tuple[int, ConvUnit, SparseConv]]:

@@ -479,6 +479,20 @@ def test_mistakes_of_the_caller() -> None:
     assert model.proto.SerializeToString() == before
 
 
+@pytest.mark.parametrize("computed", ["weight", "bias"])
+def test_computed_weight_or_bias_is_never_lost(computed: str) -> None:
+    lines = {
+        "weight": ["v = Neg(w)", "y = Conv<pads=[1,1,1,1]>(x, v, b)"],
+        "bias": ["v = ReduceMean<axes=[0,2,3], keepdims=0>(r)", "y = Conv<pads=[1,1,1,1]>(x, w, v)"],
+    }[computed]
+    model = build(lines)
+    (unit,) = units = find_units(model, shapes_of(model))
+    constant = build(["y = Conv<pads=[1,1,1,1]>(x, w, b)"])
+    sparse = pack(constant, *find_units(constant, {}))
+    with pytest.raises(ValueError, match="computed in the graph"):
+        rewrite(model, {unit.conv.output[0]: sparse}, units)
+
+
 def _set(name: str, **change: object) -> Callable[[Model], None]:
     def act(model: Model) -> None:
         (entry,) = (entry for entry in model.proto.graph.node[0].attribute if entry.name == name)
