@@ -341,7 +341,9 @@ def _canvas(form: Format, height: float) -> Iterator[tuple[Figure, Axes]]:
         axes = figure.add_subplot()
         axes.patch.set_visible(False)
         left, bottom = (0.62, 0.48) if form.names_beside else (0.52, 0.46)
-        figure.subplots_adjust(left=left / form.width, right=0.985, bottom=bottom / height, top=1 - 0.08 / height)
+        figure.subplots_adjust(
+            left=left / form.width, right=1 - 0.22 / form.width, bottom=bottom / height, top=1 - 0.08 / height
+        )
         yield figure, axes
 
 

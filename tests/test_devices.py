@@ -6,6 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
+
 from sparsedeploy.devices import DEFAULT, DEVICES, Device, Throughput, find
 from sparsedeploy.errors import InputError
 

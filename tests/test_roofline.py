@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sparsedeploy.devices import DEVICES, Device, find
 from sparsedeploy.layer import ELEMENT_BYTES, Geometry, Precision
 from sparsedeploy.roofline import (
