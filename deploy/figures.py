@@ -96,7 +96,7 @@ def times_svg(bars: Sequence[Bars], basis: str, form: Format) -> str:
     row = 0.29 if form.names_beside else 0.42
     height = row * max(len(bars), 1) + 0.5
     with _canvas(form, height) as (figure, axes):
-        margin = 2.5 if form.names_beside else 0.1
+        margin = 2.75 if form.names_beside else 0.1
         figure.subplots_adjust(
             left=margin / form.width, right=1 - 0.1 / form.width, top=1 - 0.43 / height, bottom=0.07 / height
         )
