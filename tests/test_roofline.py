@@ -130,10 +130,12 @@ def test_resource_changes_at_the_ridge_point(device: Device) -> None:
 def test_dense_prediction_uses_the_throughput_and_respects_bandwidth() -> None:
     nano = find("jetson-nano")
     compute = dense_us(same(48, 48, 64), nano, "fp32", 1)
-    assert tuple(compute) == (pytest.approx(2 * 48 * 48 * 9 * 4096 / 0.115e6), "compute")
+    assert compute.us == pytest.approx(2 * 48 * 48 * 9 * 4096 / 0.115e6)
+    assert compute.resource == "compute"
     thin = same(8, 2, 64, k=1)
     memory = dense_us(thin, nano, "fp32", 1)
-    assert tuple(memory) == (pytest.approx(4 * (10 * 4096 + 16) / 25.6e3), "memory")
+    assert memory.us == pytest.approx(4 * (10 * 4096 + 16) / 25.6e3)
+    assert memory.resource == "memory"
 
 
 @settings(max_examples=200, deadline=None)
