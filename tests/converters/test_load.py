@@ -37,7 +37,7 @@ def build(
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 8, 6, 6]) for name in ("x", "y")]
     graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], initializers)
     options = {"ir_version": 8, "opset_imports": [helper.make_opsetid("", 13)], **model}
-    return helper.make_model(graph, **options)  # type: ignore[arg-type]
+    return helper.make_model(graph, **options)
 
 
 def write(proto: ModelProto, folder: Path, name: str = "model.onnx") -> Path:
