@@ -314,3 +314,18 @@ def _feeds(model: Model, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, Arr
         is_float = np.issubdtype(dtype, np.floating)
         feeds[value.name] = random.standard_normal(shape).astype(dtype) if is_float else np.zeros(shape, dtype)
     return feeds
+
+
+def fix_input_shapes(model: Model, inputs: Mapping[str, tuple[int, ...]]) -> None:
+    """Write the sizes a model is converted for into its inputs, the batch apart, for kernels that run one H x W.
+
+    The first dimension stays as the file has it; intermediate shapes recorded with the old symbols are dropped.
+    """
+    changed = False
+    for value in model.graph.inputs():
+        dims = value.type.tensor_type.shape.dim
+        for dim, size in list(zip(dims, inputs[value.name], strict=True))[1:]:
+            if dim.dim_value != size:
+                dim.dim_value, changed = size, True
+    if changed:
+        del model.proto.graph.value_info[:]

@@ -280,12 +280,21 @@ def prune(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of --method random.")] = 0,
+    as_json: Json = False,
 ) -> None:
     """Zero the weights of a dense model, to try the tool. Accuracy needs retraining: this makes test models."""
     from sparsedeploy.pruning import prune_file
 
     report = prune_file(model, out, sparsity, method, tuple(layers or ()), seed)
-    print(report)
+    if as_json:
+        sys.stdout.write(report.to_json())
+        return
+    print(
+        f"{out}: {len(report.pruned)} weights pruned by {report.method}: {report.sparsity:.2%} of their {report.total:,} "
+        f"values are zero (before: {report.zeros_before / report.total if report.total else 0:.2%})"
+    )
+    for skipped in report.skipped:
+        print(f"left as it is: {skipped.layer} ({skipped.reason})")
     print("For tests of speed and correctness only: pruned this way, a network needs retraining before it is accurate.")
     print(f"Next: sparsedeploy scan {out}")
 
@@ -396,7 +405,7 @@ def _print_scan(found: Scan, plan: Plan) -> None:
     cap = f"{summary.gain_cap:.2f}x" if summary.gain_cap else "none"
     print(
         f"eligible {summary.eligible} of {summary.convolutions} convolutions, {summary.eligible_macs_share:.1%} of "
-        f"{summary.macs / 1e9:.2f} GMAC per image; end-to-end gain capped at {cap} by the rest (Amdahl, in MACs); "
+        f"{_macs(summary.macs)} per image; end-to-end gain capped at {cap} by the rest (Amdahl, in MACs); "
         f"zeros {summary.sparsity_by_macs:.1%} by MACs, {summary.sparsity_by_weights:.1%} by weights"
     )
     for hint in found.hints:
@@ -430,6 +439,10 @@ def _cells(layer: ConvLayer) -> tuple[str, ...]:
         layer.epilogue.describe(),
         f"no: {reasons}" if reasons else "yes",
     )
+
+
+def _macs(count: int) -> str:
+    return f"{count / 1e9:.2f} GMAC" if count >= 1e8 else f"{count / 1e6:.2f} MMAC"
 
 
 def _joined(values: tuple[int, ...]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +30,11 @@ from sparsedeploy.plan import (
     make_plan,
     nothing_to_convert,
     override,
+    with_kernel,
 )
 from sparsedeploy.plugins.kernel import BuildOptions, Built, UnfitWeightsError
 from sparsedeploy.plugins.node import SparseConv
-from sparsedeploy.reading import Reading, read, unit_names
+from sparsedeploy.reading import Reading, read
 from sparsedeploy.report import render
 from sparsedeploy.scan import Scan, scan
 from sparsedeploy.verify import Subject, Verification, load_feeds, random_feeds, require, tolerance_for, verify
@@ -103,7 +104,7 @@ def convert(request: Request) -> Conversion:
         request.tell("verifying")
         verification = _verify(request, reading, folder, built, weights)
         require(verification)
-        notes = tuple(reading.model.notes) + tuple(note for item in built.values() for note in item.notes)
+        notes = (*reading.model.notes, *(note for item in built.values() for note in item.notes), *_rounding(built))
         manifest = _finish(request, reading, folder, scanned, plan, built, verification)
     assert units or not built
     return Conversion(request.out, manifest, scanned, plan, verification, nothing_to_convert(scanned, plan), notes)
@@ -145,24 +146,46 @@ def _build(
 def _build_layer(
     request: Request, plan: Plan, layer: ConvLayer, entry: LayerPlan, weight: Floats, bias: Floats | None
 ) -> tuple[Built | None, LayerPlan]:
-    """Try the chosen kernel, then the others in predicted order, until one can carry the weights."""
+    """Try the chosen kernel, then the others in predicted order, until one can carry the weights.
+
+    Another kernel is taken only where it is predicted to pay too, or where sparse was asked for.
+    """
     options = candidates(layer, request.device, plan.precision, plan.batch)
     options.sort(key=lambda option: option[0].name != entry.choice)
     build_options = BuildOptions(precision=plan.precision, batch=plan.batch, archs=(request.device.sm,))
+    dense = entry.predicted.us_dense if entry.predicted else 0.0
     why = []
-    for kernel, config, _ in options:
-        config = entry.config if kernel.name == entry.choice and entry.config else config
+    for kernel, best, prediction in options:
+        chosen = kernel.name == entry.choice
+        if not (chosen or entry.forced or prediction.us < dense):
+            why.append(f"{kernel.name} would take {prediction.us:.3g} us, dense {dense:.3g} us")
+            continue
+        config = entry.config if chosen and entry.config else best
         try:
             item = kernel.build(layer, weight, bias, request.device, config, build_options)
         except UnfitWeightsError as error:
             why.append(f"{kernel.name} cannot carry its weights: {error}")
             continue
-        if kernel.name != entry.choice:
-            entry = entry.model_copy(
-                update={"choice": kernel.name, "config": config, "reason": "; ".join([*why, entry.reason])}
-            )
+        if not chosen:
+            reason = "; ".join([*why, entry.reason])
+            item = replace(item, notes=(f"{layer.name}: {'; '.join(why)}: {kernel.name} instead", *item.notes))
+            entry = with_kernel(entry, kernel.name, config, prediction, reason, entry.forced)
         return item, entry
     return None, entry.model_copy(update={"choice": DENSE, "config": {}, "reason": "; ".join(why)})
+
+
+def _rounding(built: Mapping[str, Built]) -> tuple[str, ...]:
+    """What carrying weights as fp16 cost, over all layers; nothing where every weight came through exactly."""
+    records = [item.record for item in built.values() if item.record.get("rounded_weights")]
+    if not records:
+        return ()
+    rounded, nnz = (int(sum(record[key] for record in records)) for key in ("rounded_weights", "nnz"))
+    worst = max(record["largest_relative_error"] for record in records)
+    layers = f"{len(records)} layers" if len(records) > 1 else "1 layer"
+    return (
+        f"{rounded:,} of {nnz:,} nonzero weights in {layers} rounded to fp16 to be packed, largest relative error "
+        f"{worst:.2e} (at most 2^-11 = 4.88e-04); --layer NAME=csr keeps fp32",
+    )
 
 
 def _fit_target(request: Request, reading: Reading) -> None:
@@ -212,12 +235,12 @@ def _write_models(
     save(model, folder / bundle.DENSE_MODEL)
     if not nodes:
         return ()
-    # Lowering and fp16 changed the graph: find the units again; names and order of convolutions stay.
+    # Lowering and fp16 changed the graph and may have renamed values, but neither the convolutions nor their order.
     units = find_units(model, infer_shapes(model, reading.inputs))
-    names = unit_names(units)
-    by_output = {unit.conv.output[0]: nodes[name] for name, unit in zip(names, units, strict=True) if name in nodes}
-    if len(by_output) != len(nodes):
-        raise AssertionError(f"layers lost between reading and rewriting: {sorted(set(nodes) - set(names))}")
+    if len(units) != len(reading.unit_of):
+        raise AssertionError(f"{len(reading.unit_of)} convolutions were read, {len(units)} are left")
+    pairs = zip(reading.unit_of, units, strict=True)
+    by_output = {unit.conv.output[0]: nodes[name] for name, unit in pairs if name in nodes}
     if any(node.fixed_hw for node in nodes.values()):
         fix_input_shapes(model, reading.inputs)
     rewrite(model, by_output, units)

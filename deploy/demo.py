@@ -9,8 +9,7 @@ import onnx
 
 from sparsedeploy.convert import Conversion, Request, convert
 from sparsedeploy.devices import Device, find
-from sparsedeploy.layer import Precision
-from sparsedeploy.models import pruned
+from sparsedeploy.models.sparsity import pruned
 
 NETWORK, SPARSITY = "resnet18", 0.9
 TARGETS = ("jetson-nano", "a100")
@@ -30,11 +29,10 @@ def runs(
     """Convert for every target, as the plan decides and with every eligible layer forced sparse."""
     done = []
     for device in targets:
-        precision: Precision = "fp16" if device.name == "jetson-nano" else "fp32"
         for label, layers in (("by plan", ()), ("forced", ("*=sparse",))):
             out = folder / f"{device.name}-{label.replace(' ', '-')}"
             tell(f"{device.name}, {label}")
-            done.append((label, convert(Request(model, device, out, precision, layers=layers, tell=tell))))
+            done.append((label, convert(Request(model, device, out, layers=layers, tell=tell))))
     return done
 
 

@@ -56,6 +56,8 @@ class LayerPlan(Record):
     roofline_crossover: float | None = None
     """The same by the roofline's bounds alone: no kernel can pay below it against a dense kernel at its bound."""
     sparsity: float = 0.0
+    forced: bool = False
+    """Asked for with --layer: sparse although predicted slower, or dense although predicted faster."""
     reason: str = ""
 
 
@@ -177,7 +179,7 @@ def _choices() -> tuple[str, ...]:
 
 def _forced(layer: ConvLayer, entry: LayerPlan, device: Device, plan: Plan, choice: str) -> LayerPlan:
     if choice == DENSE:
-        return entry.model_copy(update={"choice": DENSE, "config": {}, "reason": "dense as asked"})
+        return entry.model_copy(update={"choice": DENSE, "config": {}, "forced": True, "reason": "dense as asked"})
     options = [
         option for option in candidates(layer, device, plan.precision, plan.batch) if choice in (SPARSE, option[0].name)
     ]
@@ -186,9 +188,20 @@ def _forced(layer: ConvLayer, entry: LayerPlan, device: Device, plan: Plan, choi
         raise InputError(
             f"layer {layer.name}: {choice} was asked for, but {'; '.join(dict.fromkeys(reasons))}. Leave it dense, or choose another kernel."
         )
-    kernel, config, _ = options[0]
+    kernel, config, prediction = options[0]
+    return with_kernel(entry, kernel.name, config, prediction, f"{choice} as asked; {entry.reason}", forced=True)
+
+
+def with_kernel(
+    entry: LayerPlan, kernel: str, config: Config, prediction: Prediction, reason: str, forced: bool
+) -> LayerPlan:
+    """The entry with another kernel, its predicted time, and why."""
+    known = entry.predicted
+    predicted = known and known.model_copy(
+        update={"us_sparse": prediction.us, "kernel": kernel, "bound": prediction.bound, "source": prediction.source}
+    )
     return entry.model_copy(
-        update={"choice": kernel.name, "config": config, "reason": f"{choice} as asked; {entry.reason}"}
+        update={"choice": kernel, "config": config, "predicted": predicted, "reason": reason, "forced": forced}
     )
 
 

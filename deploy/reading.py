@@ -7,6 +7,7 @@ import io
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import onnx
@@ -20,6 +21,7 @@ from sparsedeploy.converters.graph import Graph, Model, attribute, bodies, node_
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.shapes import infer_shapes, resolve_inputs
 from sparsedeploy.devices import Device
+from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Dim, Epilogue, Geometry, Precision, Reason, Zeros
 from sparsedeploy.plugins import KERNELS
 
@@ -79,6 +81,11 @@ def read(
     named = dict(zip(unit_names(units), units, strict=True))
     layers = [_describe(model, name, unit, shapes, folding, device, precision) for name, unit in named.items()]
     layers += _other_convolutions(model, {id(unit.conv) for unit in units}, set(named), shapes)
+    if not layers:
+        raise InputError(
+            f"{path}: the model has no convolution, so there is nothing sparsedeploy could run sparse. "
+            "Give it a convolutional network, exported with its weights."
+        )
     size = next((shape[0] for shape in inputs.values() if shape), batch or 1)
     return Reading(model, file_hash(path), inputs, batch or size, shapes, tuple(layers), named)
 
@@ -107,19 +114,12 @@ def _digest(stream: io.BufferedReader) -> str:
 
 
 def unit_names(units: Iterable[ConvUnit]) -> list[str]:
-    """A unique name per unit: its convolution's own, or its weight's where names are missing or repeat.
-
-    Both survive lowering and the fp16 graph, which may rename values.
-    """
-    names: list[str] = []
+    """A unique name per unit: its convolution's own, or its output's where names are missing or repeat."""
+    names: dict[str, None] = {}
     for unit in units:
-        name = str(unit.conv.name or unit.weight)
-        count = 1
-        while name in names:
-            count += 1
-            name = f"{unit.conv.name or unit.weight}#{count}"
-        names.append(name)
-    return names
+        name = node_label(unit.conv)
+        names[name if name not in names else str(unit.conv.output[0])] = None
+    return list(names)
 
 
 def count_zeros(weight: NDArray[np.generic], group: int) -> Zeros:
@@ -179,6 +179,9 @@ def _describe(
             zeros = count_zeros(weight, group)
         else:
             reasons.append(Reason(code="dtype", text=f"weights are {dtype}"))
+    if unit.bias and graph.array(unit.bias) is None:
+        why = folding.unfolded.get(key, f"bias '{unit.bias}' is not constant")
+        reasons.append(Reason(code="bias-not-constant", text=why))
     geometry, problem = _geometry(conv, shape, x)
     if problem:
         reasons.append(problem)
@@ -248,6 +251,7 @@ def _other_convolutions(
 ) -> list[ConvLayer]:
     """Convolutions that are no units: transposed, quantised operators, and everything inside If and Loop bodies."""
     found: list[ConvLayer] = []
+    graph = model.graph
     for node, path in _walk(model.proto.graph.node, ""):
         if id(node) in seen or node.op_type not in ("Conv", "ConvTranspose", "ConvInteger", "QLinearConv"):
             continue
@@ -258,7 +262,7 @@ def _other_convolutions(
                 code="operator", text="quantized: left dense" if node.op_type != "ConvTranspose" else "ConvTranspose"
             )
         else:
-            shape = _weight_shape(model.graph, node, shapes)
+            shape = _weight_shape(graph, node, shapes)
             reason = Reason(code="rank", text=f"{len(shape) - 2}-D" if len(shape) in (3, 5) else "weight shape unknown")
         name = path + node_label(node)
         found.append(
@@ -266,13 +270,12 @@ def _other_convolutions(
                 name=name if name not in names else f"{name}:{node.output[0]}",
                 weight=node.input[1] if len(node.input) > 1 else "",
                 op=node.op_type,
-                dtype="unknown",
-                shape=_weight_shape(model.graph, node, shapes),
+                **_weight_facts(graph, node, shapes),
                 input_shape=shapes.get(node.input[0], ()),
                 output_shape=shapes.get(node.output[0], ()),
                 epilogue=Epilogue(),
                 ineligible=(reason,),
-            )  # fmt: skip
+            )
         )
     return found
 
@@ -283,6 +286,26 @@ def _weight_shape(graph: Graph, node: NodeProto, shapes: Mapping[str, tuple[Dim,
     if tensor is not None:
         return tuple(int(dim) for dim in tensor.dims)
     return tuple(int(dim) for dim in shapes.get(name, ()) if isinstance(dim, int))
+
+
+class _WeightFacts(TypedDict):
+    dtype: str
+    shape: tuple[int, ...]
+    zeros: Zeros | None
+
+
+def _weight_facts(graph: Graph, node: NodeProto, shapes: Mapping[str, tuple[Dim, ...]]) -> _WeightFacts:
+    """dtype, shape and zeros of a weight that no kernel runs: counted all the same, where it is a constant float."""
+    shape = _weight_shape(graph, node, shapes)
+    tensor = graph.initializers.get(node.input[1]) if len(node.input) > 1 else None
+    if tensor is None or tensor.data_type not in _FLOAT_TYPES or len(shape) < 3:
+        return _WeightFacts(dtype="unknown", shape=shape, zeros=None)
+    weight = graph.array(tensor.name)
+    assert weight is not None
+    group = int(attribute(node, "group", 1))  # type: ignore[call-overload]
+    if node.op_type == "ConvTranspose":  # its weight is [ic, oc // group, ...]
+        weight, group = weight.swapaxes(0, 1), 1
+    return _WeightFacts(dtype=_FLOAT_TYPES[tensor.data_type], shape=shape, zeros=count_zeros(weight, group))
 
 
 def _walk(nodes: Iterable[NodeProto], path: str) -> Iterable[tuple[NodeProto, str]]:

@@ -76,15 +76,6 @@ def _pack(layer: str, weight: Floats, starts: range) -> tuple[Ints, Ints, NDArra
     return words.view(np.int32), nonzeros.row_offsets(np.concatenate(counts)), errors
 
 
-def _notes(layer: str, rounded: int, nnz: int, worst: float) -> tuple[str, ...]:
-    if not rounded:
-        return ()
-    return (
-        f"{layer}: {rounded} of {nnz} nonzero weights rounded to fp16, largest relative error {worst:.2e} "
-        f"(at most 2^-11 = 4.88e-04)",
-    )
-
-
 class _Words:
     """The node's words taken apart, one entry per nonzero; raises ValueError where they do not fit the geometry."""
 
@@ -162,8 +153,7 @@ class Packed:
                 parameters=(starts.step,),
                 fixed_hw=False,
             ),
-            _notes(layer.name, rounded, words.size, worst),
-            {
+            record={
                 "nnz": words.size,
                 "constant_bytes": sum(array.nbytes for array in constants),
                 "rounded_weights": rounded,

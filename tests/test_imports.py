@@ -1,0 +1,101 @@
+"""Imports go one way, and the heavy ones stay where they belong."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# Who may import whom: each layer may import itself and every layer named before it.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("record",),
+    ("layer",),
+    ("devices",),
+    ("gpu",),
+    ("roofline",),
+    ("plugins",),
+    ("converters",),
+    ("models",),
+    ("reading",),
+    ("scan",),
+    ("plan",),
+    ("verify",),
+    ("figures",),
+    ("report",),
+    ("bundle",),
+    ("convert", "pruning"),
+    ("reverify",),
+    ("demo",),
+    ("cli",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+FOLDERS = {"deploy": "sparsedeploy", "plugins": "sparsedeploy.plugins", "converters": "sparsedeploy.converters"}
+ONLY = {
+    "torch": {"converters/torch_model.py"},
+    "tensorrt": {"deploy/engine.py"},
+    "tensorrt_rtx_bindings": {"deploy/engine.py"},
+    "cuda": {"plugins/host.py"},
+}
+
+
+def modules() -> list[Path]:
+    """Every shipped Python file."""
+    return [path for folder in (*FOLDERS, "models") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute names of the modules a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def layer_of(path: Path) -> str:
+    """The layer a file belongs to."""
+    top = path.relative_to(ROOT).parts[0]
+    return path.stem if top == "deploy" else top
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    layer = layer_of(path)
+    if layer == "__init__":
+        return
+    assert layer in RANK, f"{path} is no layer yet: give it a place in LAYERS"
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] != "sparsedeploy" or len(parts) < 2 or parts[1] not in RANK:
+            continue
+        assert RANK[parts[1]] <= RANK[layer], f"{path} ({layer}) imports {name}"
+        assert parts[1] != "models" or layer in ("models", "demo"), f"{path} imports models"
+
+
+def test_converters_know_of_plugins_only_the_node() -> None:
+    for path in (ROOT / "converters").glob("*.py"):
+        wrong = {
+            name
+            for name in imported(path)
+            if name.startswith("sparsedeploy.plugins.") and not name.startswith("sparsedeploy.plugins.node")
+        }
+        assert not wrong, f"{path}: {wrong}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_heavy_imports_stay_in_their_module(path: Path) -> None:
+    for name in imported(path):
+        allowed = ONLY.get(name.split(".")[0])
+        assert allowed is None or path.relative_to(ROOT).as_posix() in allowed, f"{path} imports {name}"
+
+
+def test_no_bare_folder_imports() -> None:
+    for path in [*modules(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]:
+        bare = imported(path) & {"deploy", "plugins", "converters", "models"}
+        assert not bare, f"{path} imports {bare}"
