@@ -485,7 +485,7 @@ def test_quantised_weight_is_described_and_left(tmp_path: Path, dtype: str, tran
     assert (found.stored, found.dtype) == ("q", dtype)
     assert found.zero_point.dtype == np.dtype(dtype)
     assert found.zero_point.shape == (8,)
-    np.testing.assert_allclose(found.zeros, weight, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(np.asarray(found.zeros, np.float64), weight, rtol=1e-6, atol=0)
     np.testing.assert_array_equal(found.zeros == 0, ~MASK)
     assert model.proto.SerializeToString() == before
 
