@@ -1,0 +1,406 @@
+// Direct sparse convolution with weights read as data: the code that `packed` and `csr` ship.
+//
+// Lanes are output pixels, a thread holds ROWS vertically adjacent ones for each of its output channels; a nonzero costs
+// one broadcast load of (value, offset), ROWS loads of input from shared memory at immediate distances, ROWS fmas. That
+// is one word of shared memory per fma, which is the bound (25 % of fp32 peak on Hopper).
+//
+// A block computes one tile of pixels (IMAGES x GROUPS * ROWS x COLS) for one block of output channels over one range of
+// input channels. SETS warp sets of WARPS warps stand side by side, each with SLOTS output channels, so that weights
+// differ between sets and inputs are shared by all. Input channels arrive in stages of at most STAGE channels through two
+// buffers (cp.async from sm_80); the words of the next stage are fetched to registers ahead of the arithmetic.
+// SPLITS blocks of a cluster take a range of input channels each; every one sums its share of the channels, in rank
+// order, so that results are equal from run to run.
+//
+// Compile-time: see plugins/direct.py, which writes the definitions and the table. Run time: N, H, W.
+// Table, per block of output channels: STAGES * SPLITS chunks of (first channel, channels); then per rank, set and slot:
+// number of the slot, output channel (-1: none), and per stage (begin, end, delta) into the words; then the output channel
+// of each slot number.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+#ifndef SPARSEDEPLOY_SHIM
+#define DEVICE static __device__ __forceinline__
+#define SHARED_MEMORY extern __shared__ __align__(16) u8 smem[]
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
+DEVICE u16 float_to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+#if PAIRS
+DEVICE u32 fma_pair(u32 a, u32 b, u32 c) { u32 d; asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
+#endif
+
+#if __CUDA_ARCH__ >= 800 && !HALF
+#define ASYNC 1
+DEVICE void copy_4(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(shared_address(to)), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+DEVICE void copy_8(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(shared_address(to)), "l"(from), "r"(valid ? 8 : 0) : "memory");
+}
+DEVICE void copy_16(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+#endif
+
+#if SPLITS > 1
+DEVICE void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+DEVICE void store_remote(void* mine, u32 rank, u32 value) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(there), "r"(value) : "memory");
+}
+#endif
+DEVICE u32 float_bits(float f) { return __float_as_uint(f); }
+DEVICE float bits_float(u32 u) { return __uint_as_float(u); }
+#endif  // SPARSEDEPLOY_SHIM
+
+#ifndef ASYNC
+#define ASYNC 0
+DEVICE void copy_4(void* to, const void* from, bool valid) { *(u32*)to = valid ? *(const u32*)from : 0u; }
+DEVICE void copy_8(void* to, const void* from, bool valid) {
+  *(uint2*)to = valid ? *(const uint2*)from : make_uint2(0, 0);
+}
+DEVICE void copy_16(void* to, const void* from, bool valid) {
+  *(uint4*)to = valid ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
+}
+DEVICE void copies_commit() {}
+DEVICE void copies_wait() {}
+#endif
+
+#if HALF
+typedef u16 element;
+DEVICE float load_element(const element* p) { return half_to_float(*p); }
+DEVICE void store_element(element* p, float v) { *p = float_to_half(v); }
+#else
+typedef float element;
+DEVICE float load_element(const element* p) { return *p; }
+DEVICE void store_element(element* p, float v) { *p = v; }
+#endif
+
+#if PAIRS
+typedef u32 sum_t;                                             // two halves
+#define ZERO_SUM 0u
+#define SUM_BITS(s) (s)
+#define MULTIPLY_ADD(x, w, s) fma_pair(x, w, s)
+#else
+typedef float sum_t;
+#define ZERO_SUM 0.f
+#define SUM_BITS(s) float_bits(s)
+#define MULTIPLY_ADD(x, w, s) fmaf(bits_float(x), bits_float(w), s)
+#endif
+
+#define THREADS (SETS * WARPS * 32)
+#define SET_THREADS (WARPS * 32)
+#define PIXELS (IMAGES * GROUPS * COLS)                        // threads of a set that have a pixel
+#define IN_ROWS ((GROUPS * ROWS - 1) * SH + (KH - 1) * DH + 1)
+#define IN_COLS ((COLS - 1) * SW + (KW - 1) * DW + 1)
+#define PLANE (IMAGES * IMAGE)                                 // words of a channel; IMAGE and PITCH are given
+#define TAP_WORDS (SETS * SLOTS * CAPACITY * 2)
+#define BUFFER_WORDS (STAGE * PLANE + TAP_WORDS)
+#define CHUNKS (STAGES * SPLITS)
+#define SLOT_INTS (2 + 3 * STAGES)
+#define RECORD (2 * CHUNKS + SPLITS * ALL_SLOTS * SLOT_INTS + ALL_SLOTS)
+#define ROUNDS ((CAPACITY + SET_THREADS - 1) / SET_THREADS)    // words of a slot that a thread fetches
+#define ALL_SLOTS (SETS * SLOTS)
+#define SHARE ((ALL_SLOTS + SPLITS - 1) / SPLITS)              // slots that a rank sums
+
+struct Place { int image, row, col, out_h, out_w; };           // first image, output row and column of the tile
+
+// What stands at column c of a tile's row: columns of one remainder by the stride lie together, so that lanes meet no bank twice.
+DEVICE int column_place(int c) { return SW == 1 ? c : c % SW * ((IN_COLS + SW - 1) / SW) + c / SW; }
+
+#if PAIRS
+// A word holds two pixels: images 2i and 2i + 1 (PAIR_IMAGES), or rows y and y + half of one image.
+DEVICE u32 load_pair(const element* x, int image, int ic, int row, int col, int n, int h, int w, int half) {
+  u32 low = 0, high = 0;
+  if (col >= 0 && col < w) {
+#if PAIR_IMAGES
+    const bool inside = row >= 0 && row < h;
+    if (inside && 2 * image < n) low = x[(((size_t)(2 * image) * IC + ic) * h + row) * w + col];
+    if (inside && 2 * image + 1 < n) high = x[(((size_t)(2 * image + 1) * IC + ic) * h + row) * w + col];
+#else
+    const int second = row + half * SH;
+    if (image < n && row >= 0 && row < h) low = x[(((size_t)image * IC + ic) * h + row) * w + col];
+    if (image < n && second >= 0 && second < h) high = x[(((size_t)image * IC + ic) * h + second) * w + col];
+#endif
+  }
+  return low | high << 16;
+}
+#endif
+
+DEVICE void fill(u32* tile, const element* x, Place at, int first, int count, int n, int h, int w, int half, int tid) {
+  const int top = at.row * SH - PT, left = at.col * SW - PL;
+#if !HALF && VECTOR > 1
+  if (w % VECTOR == 0) {                                       // a chunk is then inside or outside as a whole
+    const int chunks = (SHIFT + IN_COLS + VECTOR - 1) / VECTOR;
+    for (int e = tid; e < count * (IMAGES * IN_ROWS * chunks); e += THREADS) {
+      const int q = e % chunks, r = e / chunks % IN_ROWS, i = e / (chunks * IN_ROWS) % IMAGES, c = e / (chunks * IN_ROWS * IMAGES);
+      const int row = top + r, col = left - SHIFT + q * VECTOR;
+      const bool valid = at.image + i < n && row >= 0 && row < h && col >= 0 && col < w;
+      const element* from = valid ? x + (((size_t)(at.image + i) * IC + first + c) * h + row) * w + col : x;
+      u32* to = tile + c * PLANE + i * IMAGE + r * PITCH + q * VECTOR;
+      if (VECTOR == 4) copy_16(to, from, valid); else copy_8(to, from, valid);
+    }
+    return;
+  }
+#endif
+  for (int e = tid; e < count * (IMAGES * IN_ROWS * IN_COLS); e += THREADS) {
+    const int q = e % IN_COLS, r = e / IN_COLS % IN_ROWS, i = e / (IN_COLS * IN_ROWS) % IMAGES, c = e / (IN_COLS * IN_ROWS * IMAGES);
+    const int row = top + r, col = left + q;
+    u32* to = tile + c * PLANE + i * IMAGE + r * PITCH + SHIFT + column_place(q);
+#if PAIRS
+    *to = load_pair(x, at.image + i, first + c, row, col, n, h, w, half);
+#else
+    const bool valid = at.image + i < n && row >= 0 && row < h && col >= 0 && col < w;
+    const element* from = valid ? x + (((size_t)(at.image + i) * IC + first + c) * h + row) * w + col : x;
+#if HALF
+    *to = valid ? float_bits(half_to_float(*from)) : 0u;
+#else
+    copy_4(to, from, valid);
+#endif
+#endif
+  }
+}
+
+struct Fetched { u32 place[SLOTS][ROUNDS]; u32 value[SLOTS][ROUNDS]; };
+
+DEVICE void fetch(Fetched* f, const int* mine, int stage, const u32* words, const u32* values, int t) {
+#pragma unroll
+  for (int s = 0; s < SLOTS; ++s) {
+    const int* cut = mine + s * SLOT_INTS + 2 + 3 * stage;
+    const int begin = cut[0], end = cut[1];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+      const int k = begin + r * SET_THREADS + t;
+      f->place[s][r] = k < end ? words[k] : 0u;
+#if CSR
+      f->value[s][r] = k < end ? values[k] : 0u;
+#endif
+    }
+  }
+}
+
+// A word becomes (weight, byte offset of the tap inside the stage's tile).
+DEVICE void put(const Fetched* f, u32* taps, const int* mine, int stage, int t) {
+#pragma unroll
+  for (int s = 0; s < SLOTS; ++s) {
+    const int* cut = mine + s * SLOT_INTS + 2 + 3 * stage;
+    const int count = cut[1] - cut[0], delta = cut[2];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+      const int k = r * SET_THREADS + t;
+      if (k < count) {
+        const u32 word = f->place[s][r];
+#if CSR
+        // Stretched index: ((channel * rows) + ky * DH) * pitch + kx * DW in the padded input.
+        const int line = word / (PL + FIXED_W + PR), x = word % (PL + FIXED_W + PR);
+        const int c = line / (PT + FIXED_H + PB) + delta, y = line % (PT + FIXED_H + PB);
+        const u32 bits = f->value[s][r];
+        const u32 half_bits = PAIRS ? float_to_half(bits_float(bits)) : 0u;
+#else
+        const int c = (int)(word >> 8 & 255) + delta, x = (int)(word >> 4 & 15) * DW, y = (int)(word & 15) * DH;
+        const u32 half_bits = word >> 16;
+        const u32 bits = PAIRS ? 0u : float_bits(half_to_float((u16)half_bits));
+#endif
+        u32* to = taps + (s * CAPACITY + k) * 2;
+        to[0] = PAIRS ? half_bits * 0x10001u : bits;
+        to[1] = 4 * (c * PLANE + y * PITCH + column_place(x));
+      }
+    }
+  }
+}
+
+DEVICE void add_tap(sum_t* sums, const u8* base, u32 weight, u32 offset) {
+  const u8* at = base + offset;
+#pragma unroll
+  for (int j = 0; j < ROWS; ++j) sums[j] = MULTIPLY_ADD(*(const u32*)(at + 4 * j * SH * PITCH), weight, sums[j]);
+}
+
+DEVICE float finish(float v, int oc, size_t place, const float* bias, const element* residual) {
+#if BIAS
+  v += bias[oc];
+#endif
+#if RESIDUAL == 1
+  v += load_element(residual + place);
+#endif
+#if ACTIVATION == 1
+  v = v < 0.f ? 0.f : v;                                       // NaN stays NaN
+#elif ACTIVATION == 2
+  v = v < LOW ? LOW : v;
+  v = v > HIGH ? HIGH : v;
+#elif ACTIVATION == 3
+  v = v < 0.f ? SLOPE * v : v;
+#endif
+#if RESIDUAL == 2
+  v += load_element(residual + place);
+#endif
+  return v;
+}
+
+// Store what one sum stands for: thread t's row j of slot `slot`.
+DEVICE void store(sum_t sum, int t, int j, int oc, Place at, int n, int half, element* y, const float* bias, const element* residual) {
+  const int i = t / (GROUPS * COLS), g = t / COLS % GROUPS, c = t % COLS;
+  const int row = at.row + g * ROWS + j, col = at.col + c;
+  if (col >= at.out_w || oc < 0) return;
+#if PAIRS
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float value = half_to_float((u16)(k ? sum >> 16 : sum & 0xffffu));
+#if PAIR_IMAGES
+    const int image = 2 * (at.image + i) + k, out_row = row;
+    if (image >= n || row >= at.out_h) continue;
+#else
+    const int image = at.image + i, out_row = row + k * half;
+    if (image >= n || row >= half || out_row >= at.out_h) continue;
+#endif
+    const size_t place = (((size_t)image * OC + oc) * at.out_h + out_row) * at.out_w + col;
+    store_element(y + place, finish(value, oc, place, bias, residual));
+  }
+#else
+  const int image = at.image + i;
+  if (image >= n || row >= at.out_h) return;
+  const size_t place = (((size_t)image * OC + oc) * at.out_h + row) * at.out_w + col;
+  store_element(y + place, finish(sum, oc, place, bias, residual));
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) direct(
+    const element* __restrict__ x, element* __restrict__ y,
+#if RESIDUAL
+    const element* __restrict__ residual,
+#endif
+    const int* __restrict__ table, const u32* __restrict__ words,
+#if CSR
+    const u32* __restrict__ values,
+#endif
+#if BIAS
+    const float* __restrict__ bias,
+#endif
+    int n, int h, int w) {
+  SHARED_MEMORY;
+#if !RESIDUAL
+  const element* residual = 0;
+#endif
+#if !CSR
+  const u32* values = 0;
+#endif
+#if !BIAS
+  const float* bias = 0;
+#endif
+  const int tid = threadIdx.x, set = tid / SET_THREADS, t = tid % SET_THREADS;
+  const int rank = blockIdx.x % SPLITS;
+  Place at;
+  at.out_h = (h + PT + PB - DH * (KH - 1) - 1) / SH + 1;
+  at.out_w = (w + PL + PR - DW * (KW - 1) - 1) / SW + 1;
+  const int half = PAIRS && !PAIR_IMAGES ? (at.out_h + 1) / 2 : at.out_h;
+  const int col_tiles = (at.out_w + COLS - 1) / COLS, row_tiles = (half + GROUPS * ROWS - 1) / (GROUPS * ROWS);
+  const int tile = blockIdx.x / SPLITS;
+  at.col = tile % col_tiles * COLS;
+  at.row = tile / col_tiles % row_tiles * (GROUPS * ROWS);
+  at.image = tile / (col_tiles * row_tiles) * IMAGES;
+
+  const int* record = table + blockIdx.y * RECORD;
+  const int* chunks = record + 2 * STAGES * rank;
+  const int* mine = record + 2 * CHUNKS + (rank * ALL_SLOTS + set * SLOTS) * SLOT_INTS;
+  u32* buffers = (u32*)smem;
+  const int pixel = t < PIXELS ? t : PIXELS - 1;
+  const int base = pixel / (GROUPS * COLS) * IMAGE + pixel / COLS % GROUPS * (ROWS * SH * PITCH) + pixel % COLS + SHIFT;
+
+  sum_t sums[SLOTS][ROWS];
+#pragma unroll
+  for (int s = 0; s < SLOTS; ++s)
+#pragma unroll
+    for (int j = 0; j < ROWS; ++j) sums[s][j] = ZERO_SUM;
+
+  Fetched fetched;
+  fetch(&fetched, mine, 0, words, values, t);
+  fill(buffers, x, at, chunks[0], chunks[1], n, h, w, half, tid);
+  copies_commit();
+  put(&fetched, buffers + STAGE * PLANE + set * (SLOTS * CAPACITY * 2), mine, 0, t);
+#pragma unroll 1
+  for (int stage = 0; stage < STAGES; ++stage) {
+    u32* buffer = buffers + (stage & 1) * BUFFER_WORDS;
+    u32* next = buffers + ((stage + 1) & 1) * BUFFER_WORDS;
+    copies_wait();
+    __syncthreads();
+    const bool more = stage + 1 < STAGES;
+    if (more) {
+      fetch(&fetched, mine, stage + 1, words, values, t);
+      fill(next, x, at, chunks[2 * stage + 2], chunks[2 * stage + 3], n, h, w, half, tid);
+      copies_commit();
+    }
+    const u8* from = (const u8*)(buffer + base);
+#pragma unroll
+    for (int s = 0; s < SLOTS; ++s) {
+      const int* cut = mine + s * SLOT_INTS + 2 + 3 * stage;
+      const int count = cut[1] - cut[0];
+      const uint4* taps = (const uint4*)(buffer + STAGE * PLANE + (set * SLOTS + s) * (CAPACITY * 2));
+      int k = 0;
+#pragma unroll 2
+      for (; k + 2 <= count; k += 2) {
+        const uint4 two = *taps++;
+        add_tap(sums[s], from, two.x, two.y);
+        add_tap(sums[s], from, two.z, two.w);
+      }
+      if (k < count) {
+        const uint2 one = *(const uint2*)taps;
+        add_tap(sums[s], from, one.x, one.y);
+      }
+    }
+    if (more) put(&fetched, next + STAGE * PLANE + set * (SLOTS * CAPACITY * 2), mine, stage + 1, t);
+  }
+
+#if SPLITS > 1
+  // Each sum goes to the block that owns its slot: [source rank][slot of the share][row][thread].
+  u32* received = (u32*)smem;
+  cluster_barrier();                                           // nobody reads a tile any more
+#pragma unroll
+  for (int s = 0; s < SLOTS; ++s) {
+    const int slot = mine[s * SLOT_INTS];
+    const int owner = slot / SHARE;
+#pragma unroll
+    for (int j = 0; j < ROWS; ++j) {
+      u32* to = received + ((rank * SHARE + slot % SHARE) * ROWS + j) * SET_THREADS + t;
+      store_remote(to, owner, SUM_BITS(sums[s][j]));
+    }
+  }
+  cluster_barrier();
+  const int owned = ALL_SLOTS - rank * SHARE < SHARE ? ALL_SLOTS - rank * SHARE : SHARE;
+  const int* ocs = record + 2 * CHUNKS + SPLITS * ALL_SLOTS * SLOT_INTS + rank * SHARE;
+  for (int e = tid; e < owned * (ROWS * SET_THREADS); e += THREADS) {
+    const int lane = e % SET_THREADS, j = e / SET_THREADS % ROWS, slot = e / (SET_THREADS * ROWS);
+    if (lane >= PIXELS) continue;
+    const u32* got = received + (slot * ROWS + j) * SET_THREADS + lane;
+#if PAIRS
+    float low = 0.f, high = 0.f;
+#pragma unroll
+    for (int r = 0; r < SPLITS; ++r) {
+      const u32 part = got[r * (SHARE * ROWS * SET_THREADS)];
+      low += half_to_float((u16)(part & 0xffffu));
+      high += half_to_float((u16)(part >> 16));
+    }
+    const u32 sum = (u32)float_to_half(low) | (u32)float_to_half(high) << 16;
+#else
+    float sum = 0.f;
+#pragma unroll
+    for (int r = 0; r < SPLITS; ++r) sum += bits_float(got[r * (SHARE * ROWS * SET_THREADS)]);
+#endif
+    store(sum, lane, j, ocs[slot], at, n, half, y, bias, residual);
+  }
+#else
+  if (t < PIXELS) {
+#pragma unroll
+    for (int s = 0; s < SLOTS; ++s)
+#pragma unroll
+      for (int j = 0; j < ROWS; ++j) store(sums[s][j], t, j, mine[s * SLOT_INTS + 1], at, n, half, y, bias, residual);
+  }
+#endif
+}
