@@ -323,8 +323,12 @@ def fix_input_shapes(model: Model, inputs: Mapping[str, tuple[int, ...]]) -> Non
     """
     changed = False
     for value in model.graph.inputs():
-        dims = value.type.tensor_type.shape.dim
-        for dim, size in list(zip(dims, inputs[value.name], strict=True))[1:]:
+        tensor, sizes = value.type.tensor_type, inputs[value.name]
+        if not tensor.HasField("shape"):
+            tensor.shape.dim.extend([onnx.TensorShapeProto.Dimension(dim_value=size) for size in sizes])
+            changed = True
+            continue
+        for dim, size in list(zip(tensor.shape.dim, sizes, strict=True))[1:]:
             if dim.dim_value != size:
                 dim.dim_value, changed = size, True
     if changed:

@@ -456,6 +456,7 @@ def _shape_text(name: str, shape: tuple[Any, ...]) -> str:
 def _print_conversion(done: Conversion) -> None:
     from sparsedeploy.convert import sizes, verdict
     from sparsedeploy.plan import DENSE, totals
+    from sparsedeploy.roofline import format_us
 
     if done.nothing:
         print(f"nothing to convert: {done.nothing}")
@@ -470,7 +471,7 @@ def _print_conversion(done: Conversion) -> None:
         gain = total.dense_us / total.planned_us if total.planned_us else 1.0
         print(
             f"{len(used)} of {done.scan.summary.convolutions} convolutions sparse ({kernels}); predicted for all "
-            f"convolutions, not measured: {total.dense_us:.4g} us dense, {total.planned_us:.4g} us as planned ({gain:.2f}x)"
+            f"convolutions, not measured: {format_us(total.dense_us)} us dense, {format_us(total.planned_us)} us as planned ({gain:.2f}x)"
         )
     note = f" ({done.verification.note})" if done.verification.note else ""
     print(f"verified: {verdict(done.verification)}{note}")

@@ -36,6 +36,7 @@ from sparsedeploy.plugins.kernel import BuildOptions, Built, UnfitWeightsError
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.reading import Reading, read
 from sparsedeploy.report import render
+from sparsedeploy.roofline import format_us
 from sparsedeploy.scan import Scan, scan
 from sparsedeploy.verify import Subject, Verification, load_feeds, random_feeds, require, tolerance_for, verify
 
@@ -97,6 +98,8 @@ def convert(request: Request) -> Conversion:
     weights = {entry.name: reading.weight(entry.name) for entry in plan.layers if entry.choice != DENSE}
     built, plan = _build(request, reading, plan, weights)
     scanned = judge(scanned, plan, str(request.model))
+    if nothing_to_convert(scanned, plan) is None:
+        scanned = scanned.model_copy(update={"next_command": f"sparsedeploy verify {request.out}"})
     _fit_target(request, reading)
     with bundle.writing(request.out) as folder:
         request.tell("writing the models")
@@ -158,7 +161,7 @@ def _build_layer(
     for kernel, best, prediction in options:
         chosen = kernel.name == entry.choice
         if not (chosen or entry.forced or prediction.us < dense):
-            why.append(f"{kernel.name} would take {prediction.us:.3g} us, dense {dense:.3g} us")
+            why.append(f"{kernel.name} would take {format_us(prediction.us)} us, dense {format_us(dense)} us")
             continue
         config = entry.config if chosen and entry.config else best
         try:

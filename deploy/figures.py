@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sparsedeploy.devices import Device
 from sparsedeploy.layer import Precision
+from sparsedeploy.roofline import format_us
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,11 +70,6 @@ class Format:
 
 WIDE = Format("wide", 8.4, 8.0, names_beside=True)
 NARROW = Format("narrow", 3.9, 7.5, names_beside=False)
-
-
-def format_us(us: float) -> str:
-    """Microseconds to three digits, whole from 100 on: `0.52`, `15.2`, `1,520`."""
-    return f"{us:,.0f}" if us >= 100 else f"{us:.3g}"
 
 
 def format_rate(tflops: float) -> str:

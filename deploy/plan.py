@@ -13,7 +13,7 @@ from sparsedeploy.plugins import KERNELS
 from sparsedeploy.plugins.kernel import Config, Kernel, Prediction
 from sparsedeploy.record import Document, Record
 from sparsedeploy.roofline import crossover as roofline_crossover
-from sparsedeploy.roofline import dense_us
+from sparsedeploy.roofline import dense_us, format_us
 from sparsedeploy.scan import Scan
 
 DENSE = "dense"
@@ -106,7 +106,9 @@ def _decide(layer: ConvLayer, device: Device, precision: Precision, batch: int) 
     dense, dense_bound = dense_us(layer.geometry, device, precision, batch)
     above = _crossover(layer, device, precision, batch, dense)
     pays = best.us < dense and layer.sparsity > 0
-    times = f"predicted {best.us:.3g} us sparse ({best.bound}) against {dense:.3g} us dense ({dense_bound})"
+    times = (
+        f"predicted {format_us(best.us)} us sparse ({best.bound}) against {format_us(dense)} us dense ({dense_bound})"
+    )
     if layer.sparsity == 0:
         reason = "0 % zeros"
     elif above is None:
@@ -313,11 +315,7 @@ def judge(scan: Scan, plan: Plan, model: str) -> Scan:
     total = totals(plan.layers)
     verdict = (
         f"convert: {total.sparse_layers} of {scan.summary.convolutions} convolutions are predicted faster sparse on "
-        f"{plan.target} ({plan.precision}, batch {plan.batch}): all convolutions {_time(total.dense_us)} dense, "
-        f"{_time(total.planned_us)} as planned ({total.dense_us / total.planned_us:.2f}x). Predicted, not measured."
+        f"{plan.target} ({plan.precision}, batch {plan.batch}): all convolutions {format_us(total.dense_us)} us dense, "
+        f"{format_us(total.planned_us)} us as planned ({total.dense_us / total.planned_us:.2f}x). Predicted, not measured."
     )
     return scan.model_copy(update={"verdict": verdict, "next_command": f"sparsedeploy convert {model} {target}"})
-
-
-def _time(us: float) -> str:
-    return f"{us / 1000:.3g} ms" if us >= 1000 else f"{us:.3g} us"

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsedeploy.devices import Device
-from sparsedeploy.figures import NARROW, WIDE, Bars, Form, Point, format_rate, format_us, roofline_svg, times_svg
+from sparsedeploy.figures import NARROW, WIDE, Bars, Form, Point, format_rate, roofline_svg, times_svg
 from sparsedeploy.layer import ConvLayer, Geometry, Precision
 from sparsedeploy.plan import DENSE, LayerPlan, Plan
-from sparsedeploy.roofline import Work, dense_us, dense_work, sparse_work, winograd_work
+from sparsedeploy.roofline import Work, dense_us, dense_work, format_us, sparse_work, winograd_work
 from sparsedeploy.scan import Scan
 
 MIXED = "measured where marked, else predicted"

@@ -189,3 +189,8 @@ def _pixels(geometry: Geometry, batch: int) -> int:
 def _activation_bytes(geometry: Geometry, batch: int, precision: Precision) -> int:
     inputs = geometry.ic * geometry.h * geometry.w * _checked(batch, geometry)
     return ELEMENT_BYTES[precision] * (inputs + geometry.oc * _pixels(geometry, batch))
+
+
+def format_us(us: float) -> str:
+    """Microseconds to three digits, whole from 100 on: `0.52`, `15.2`, `1,520`."""
+    return f"{us:,.0f}" if us >= 100 else f"{us:.3g}"
