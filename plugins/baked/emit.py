@@ -19,8 +19,10 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
   control      bra ret bar.sync 0
   global       ld.global.{b16,u16,b32,v2.b32,v4.b32,f32}  st.global.{b16,f32}       addresses [%reg+imm]; u16 goes to a .b32 register
   shared       ld.shared.{b16,b32,f32}  st.shared.{u16,b32,v2.b32,v4.b32}             addresses [%reg+imm]
-  async        cp.async.ca.shared.global (4, 8 bytes)  cp.async.cg.shared.global (16 bytes)  cp.async.commit_group
+  async        cp.async.ca.shared.global (4, 8 bytes)  cp.async.cg.shared.global (16 bytes), with a source size of 0 for
+               padding: [%to+imm], [%from+imm], BYTES, %size    cp.async.commit_group
                cp.async.wait_group K                   (sm_80 and later; a copy is visible after wait_group and bar.sync)
+  dependent    griddepcontrol.launch_dependents  griddepcontrol.wait   (sm_90 and later)
   cluster      barrier.cluster.arrive.aligned  barrier.cluster.wait.aligned  mapa.shared::cluster.u32 %r, %addr, RANK
                st.shared::cluster.{f32,b32}            (sm_90 and later; the cluster lies along x, rank = ctaid.x % splits)
   floats       fma.rn.f32 add.f32 mul.f32 max.f32 min.f32 (immediates `0fXXXXXXXX`)
@@ -64,6 +66,8 @@ from sparsedeploy.layer import Epilogue, Geometry
 from sparsedeploy.plugins.baked.schedule import Nonzeros, Piece, Schedule, pieces
 
 _ZERO = "0f00000000"
+_TAPS_AHEAD = 4
+"""Input elements loaded together, one group ahead of their use: two groups are live beside the sums."""
 Tap = tuple[int, int]
 """(row, column) of an input element relative to the thread's first output pixel."""
 
@@ -131,8 +135,9 @@ class _Writer:
         self.name, self.s, self.weights, self.pieces = entry.name, entry.schedule, weights, parts
         self.g, self.bias, self.epilogue = entry.schedule.geometry, bias, epilogue
         self.lines: list[str] = []
-        self.values = 1
         self.plane_out = self.g.oh * self.g.ow
+        self.largest = max(len(part.oc) for part in parts)
+        self.aliased = entry.schedule.aliased(self.largest)
 
     def op(self, *lines: str) -> None:
         """Add instructions."""
@@ -167,14 +172,14 @@ class _Writer:
             *([f".minnctapersm {s.min_blocks}"] if s.min_blocks > 1 else []),
             "{",
             f".reg .{value} %a<{self.g.oc * s.rows}>;",
-            f".reg .{value} %v<{self.values}>;",
+            f".reg .{value} %v<{2 * _TAPS_AHEAD}>;",
             ".reg .b32 %w;",
             ".reg .f32 %o<4>;",
             ".reg .b16 %h<4>;",
             f".reg .b32 %d<{max(1, self._staged() * 4)}>;",
             f".reg .b32 %r<16>; .reg .b32 %u<{3 * s.slots + 1}>;",
             f".reg .b64 %q<8>; .reg .b64 %g<{s.slots}>; .reg .b64 %z<{s.slots}>;",
-            f".reg .pred %p<8>; .reg .pred %l<{s.slots}>; .reg .pred %m<{s.slots}>; .reg .pred %s<{s.rows}>; .reg .pred %t<{s.rows}>;",
+            f".reg .pred %p<8>; .reg .pred %k<{s.slots}>; .reg .pred %l<{s.slots}>; .reg .pred %m<{s.slots}>; .reg .pred %s<{s.rows}>; .reg .pred %t<{s.rows}>;",
             ".reg .b32 %b; .reg .b32 %n; .reg .b64 %y; .reg .b64 %e;",
         ]
         return [*head, *body, "}"]
@@ -210,26 +215,36 @@ class _Writer:
             self.op(f"rem.u32 %r4, %r2, {s.strips}", f"div.u32 %r2, %r2, {s.strips}", f"mul.lo.u32 %r4, %r4, {s.strip}")
         self.op(f"mul.lo.u32 %r2, %r2, {s.pixels}", f"div.u32 %r3, %r2, {s.image_pixels}", f"rem.u32 %r5, %r2, {s.image_pixels}")
         self.op(f"div.u32 %r5, %r5, {s.strip}", f"mul.lo.u32 %r5, %r5, {s.rows * g.stride[0]}")
-        self._clear()
         for slot in range(s.slots):
             self._loader(slot)
+        self._clear()
         self._pixel()
-        self.op("bar.sync 0")
+        if s.combine == "cluster" and not self.aliased:
+            self.op("barrier.cluster.arrive.aligned")
+        if s.dependent:
+            self.op("griddepcontrol.launch_dependents", "griddepcontrol.wait")
 
     def _clear(self) -> None:
-        # Padding is never written again: one clearing serves every stage.
-        words = self.s.ring_bytes // 16
-        step = self.s.threads
-        self.op("mov.b32 %r6, 0", "shl.b32 %r7, %r1, 4", "add.s32 %r7, %r7, %r15")
-        for first in range(0, words, step):
-            guard = ""
-            if first + step > words:
-                self.op(f"setp.lt.u32 %p0, %r1, {words - first}")
-                guard = "@%p0 "
-            self.op(f"{guard}st.shared.v4.b32 [%r7+{first * 16}], {{%r6, %r6, %r6, %r6}}")
+        """Zero the columns beside the image in every row of the ring: nothing else writes them, so once is enough."""
+        s = self.s
+        if not s.pad_elements:
+            return
+        kind = "u16" if s.shared_bytes == 2 else "b32"
+        planes = s.ring_slots * s.stage_channels
+        abreast = max(1, min(planes, s.threads // s.input_rows))
+        self.op("mov.b32 %r6, 0")
+        for first in range(0, s.input_rows, s.threads):
+            count = min(s.threads, s.input_rows - first)
+            self.op(f"div.u32 %r7, %r1, {count}", f"rem.u32 %r8, %r1, {count}", f"add.s32 %r8, %r8, {first}")
+            self.op("add.s32 %r9, %r8, %r5", f"div.u32 %r9, %r9, {s.image_rows}", f"mad.lo.u32 %r9, %r9, {s.gap_bytes}, %r15")
+            self.op(f"mad.lo.u32 %r9, %r8, {s.pitch_bytes}, %r9", f"mad.lo.u32 %r9, %r7, {s.plane_bytes}, %r9")
+            for plane in range(0, planes, abreast):
+                self.op(f"setp.lt.u32 %p0, %r7, {min(abreast, planes - plane)}")
+                for element in s.pad_elements:
+                    self.op(f"@%p0 st.shared.{kind} [%r9+{plane * s.plane_bytes + element * s.shared_bytes}], %r6")
 
     def _loader(self, slot: int) -> None:
-        """%u{3*slot}: shared address; %g{slot}: global address (of the pair's second part: %z); %l, %m: whether to load."""
+        """%u{3*slot}: shared address; %g{slot}: global address (of the pair's second part: %z); %l, %m: whether to load, %k: whether to fill."""
         s, g = self.s, self.g
         at, phase, load = f"%u{3 * slot}", f"%u{3 * slot + 1}", f"%l{slot}"
         total = s.positions * s.phases if s.slots == 1 else s.positions
@@ -237,7 +252,7 @@ class _Writer:
         if slot:
             self.op(f"add.s32 %r6, %r1, {slot * s.threads}")
             thread = "%r6"
-        self.op(f"setp.lt.u32 {load}, {thread}, {total}")
+        self.op(f"setp.lt.u32 %k{slot}, {thread}, {total}")
         if s.phases > 1:
             self.op(f"div.u32 {phase}, {thread}, {s.positions}", f"rem.u32 %r6, {thread}, {s.positions}")
         else:
@@ -253,11 +268,11 @@ class _Writer:
         self.op(f"add.s32 %r9, %r9, {-g.pads[0]}", f"mul.lo.u32 %r6, %r6, {s.chunk}")
         if s.strips > 1:
             self.op(f"mad.lo.u32 %r6, %r4, {g.stride[1]}, %r6", f"add.s32 %r6, %r6, {-g.pads[1] - s.column_shift}")
-            self.op(f"setp.lt.and.u32 {load}, %r6, {g.w}, {load}")
+            self.op(f"setp.lt.and.u32 {load}, %r6, {g.w}, %k{slot}")
         self.op("add.s32 %r7, %r7, %r3")
         if s.pair == "image":
             self.op("shl.b32 %r7, %r7, 1")
-        self.op(f"setp.lt.and.u32 {load}, %r7, %n, {load}")
+        self.op(f"setp.lt.and.u32 {load}, %r7, %n, {load if s.strips > 1 else f'%k{slot}'}")
         if s.pair == "image":
             self.op("add.s32 %r10, %r7, 1", f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}", f"setp.lt.and.u32 %m{slot}, %r10, %n, {load}")
         elif s.pair == "row":
@@ -272,6 +287,8 @@ class _Writer:
             self.op(f"mad.lo.u32 %r9, {phase}, {channel}, %r9")
         # Signed: a row above the image has a negative offset. It is never read, but its pair's second row may be.
         self.op("mul.wide.s32 %q3, %r9, 1", f"add.s64 %g{slot}, %g{slot}, %q3")
+        if s.asynchronous:
+            self.op(f"selp.b32 %u{3 * slot + 2}, {s.chunk * s.global_bytes}, 0, {load}")
         if s.pair != "none":
             distance = g.ic * channel if s.pair == "image" else s.pair_rows * g.w * s.global_bytes
             self.op(f"add.s64 %z{slot}, %g{slot}, {distance}")
@@ -345,9 +362,9 @@ class _Writer:
         plane = self.g.h * self.g.w * s.global_bytes
         for c in range(0, len(channels), s.phases):
             for k in range(s.slots):
-                guard = self._tail(k, c, len(channels), f"%l{k}")
+                guard = self._tail(k, c, len(channels), f"%k{k}")
                 to, of = slot * s.slot_bytes + c * s.plane_bytes, (channels[0] + c) * plane
-                self.op(f"@{guard} cp.async.{'cg' if size == 16 else 'ca'}.shared.global [%u{3 * k}+{to}], [%g{k}+{of}], {size}")
+                self.op(f"@{guard} cp.async.{'cg' if size == 16 else 'ca'}.shared.global [%u{3 * k}+{to}], [%g{k}+{of}], {size}, %u{3 * k + 2}")
         self.op("cp.async.commit_group")
 
     def _tail(self, k: int, c: int, count: int, guard: str) -> str:
@@ -385,12 +402,10 @@ class _Writer:
         plane = self.g.h * self.g.w * s.global_bytes
         for c, k, at in self._loads(channels):
             offset = (channels[0] + c) * plane
-            if s.pair == "none":
-                self.op(self._load_global(self._tail(k, c, len(channels), f"%l{k}"), at, f"[%g{k}+{offset}]"))
-                continue
-            for part, (address, guard) in enumerate(((f"%g{k}", f"%l{k}"), (f"%z{k}", f"%m{k}"))):
+            parts = [(f"%g{k}", f"%l{k}"), (f"%z{k}", f"%m{k}")]
+            for part, (address, guard) in enumerate(parts[: 1 if s.pair == "none" else 2]):
                 first = at + 4 * part
-                self.op(*[f"mov.b32 %d{first + i}, 0" for i in range(max(1, s.chunk // 2))])
+                self.op(*[f"mov.b32 %d{first + i}, 0" for i in range(max(1, s.chunk * s.global_bytes // 4))])
                 self.op(self._load_global(self._tail(k, c, len(channels), guard), first, f"[{address}+{offset}]"))
 
     def _load_global(self, guard: str, first: int, address: str) -> str:
@@ -409,17 +424,13 @@ class _Writer:
         for c, k, at in self._loads(channels):
             to = f"[%u{3 * k}+{slot * s.slot_bytes + c * s.plane_bytes}]"
             if s.pair == "none":
-                self._store_shared(self._tail(k, c, len(channels), f"%l{k}"), to, [f"%d{at + i}" for i in range(4)])
+                self._store_shared(self._tail(k, c, len(channels), f"%k{k}"), to, [f"%d{at + i}" for i in range(4)])
                 continue
             words = [f"%r{8 + i}" for i in range(s.chunk)]
             for i in range(s.chunk):
                 low, high = f"%d{at + i // 2}", f"%d{at + 4 + i // 2}"
                 self.op(f"prmt.b32 {words[i]}, {low}, {high}, {'0x7632' if i % 2 else '0x5410'}")
-            guard = f"%l{k}"
-            if s.pair == "row":  # the second half may have a row where the first has padding
-                self.op(f"or.pred %p3, %l{k}, %m{k}")
-                guard = "%p3"
-            guard = self._tail(k, c, len(channels), guard)
+            guard = self._tail(k, c, len(channels), f"%k{k}")
             kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[s.chunk]
             self.op(f"@{guard} st.shared.{kind} {to}, {words[0] if s.chunk == 1 else '{' + ', '.join(words) + '}'}")
 
@@ -434,21 +445,28 @@ class _Writer:
 
     # ---- the arithmetic ----
     def _arithmetic(self, channels: Sequence[int], slot: int, members: set[int]) -> None:
-        """Loads run one channel ahead of the sums, so that a load's latency hides behind the other channel's fmas."""
+        """Loads run one group of taps ahead of the sums, so that their latency hides behind the other group's fmas."""
         s = self.s
         self.note(f"stage ic={channels[0]}..{channels[-1] + 1} slot={slot}")
-        plans = [(c, plan) for c, ic in enumerate(channels) if (plan := self._taps(ic, members))]
-        if not plans:
+        work = [(c, tap, sums) for c, ic in enumerate(channels) for tap, sums in self._taps(ic, members).items()]
+        groups = [work[i : i + _TAPS_AHEAD] for i in range(0, len(work), _TAPS_AHEAD)]
+        if not groups:
             return
-        names: dict[Tap, str] = self._load_taps(plans[0], slot, 0)
-        for i, (_, plan) in enumerate(plans):
-            following = self._load_taps(plans[i + 1], slot, (i + 1) % 2) if i + 1 < len(plans) else {}
-            for tap, sums in plan.items():
+        since = 0
+        names = self._load_taps(groups[0], slot, 0)
+        for i, group in enumerate(groups):
+            if s.step and since >= s.step:
+                self.op("bar.sync 0")
+                since = 0
+            following = self._load_taps(groups[i + 1], slot, (i + 1) % 2) if i + 1 < len(groups) else []
+            since += len(following)
+            for name, (_, _, sums) in zip(names, group, strict=True):
+                since += len(sums)
                 for accumulator, value in sums:
                     if s.mode == "h2":
-                        self.op(f"mov.b32 %w, {pair_literal(value)}", f"fma.rn.f16x2 %a{accumulator}, {names[tap]}, %w, %a{accumulator}")
+                        self.op(f"mov.b32 %w, {pair_literal(value)}", f"fma.rn.f16x2 %a{accumulator}, {name}, %w, %a{accumulator}")
                     else:
-                        self.op(f"fma.rn.f32 %a{accumulator}, {names[tap]}, {float_literal(value)}, %a{accumulator}")
+                        self.op(f"fma.rn.f32 %a{accumulator}, {name}, {float_literal(value)}, %a{accumulator}")
             names = following
 
     def _taps(self, ic: int, members: set[int]) -> dict[Tap, list[tuple[int, float]]]:
@@ -461,21 +479,18 @@ class _Writer:
                     taps.setdefault((j * g.stride[0] + ky * g.dilation[0], kx * g.dilation[1]), []).append((oc * s.rows + j, value))
         return dict(sorted(taps.items()))
 
-    def _load_taps(self, plan: tuple[int, dict[Tap, list[tuple[int, float]]]], slot: int, parity: int) -> dict[Tap, str]:
+    def _load_taps(self, group: Sequence[tuple[int, Tap, list[tuple[int, float]]]], slot: int, parity: int) -> list[str]:
         s = self.s
-        channel, taps = plan
-        span = ((s.rows - 1) * self.g.stride[0] + self.g.kh) * self.g.kw * s.rows
-        names: dict[Tap, str] = {}
+        names: list[str] = []
         kind = {"f32": "f32", "hf": "b16", "h2": "b32"}[s.mode]
-        for i, (row, column) in enumerate(taps):
-            name = f"%v{parity * span + i}"
-            self.values = max(self.values, parity * span + i + 1)
+        for i, (channel, (row, column), _) in enumerate(group):
+            name = f"%v{parity * _TAPS_AHEAD + i}"
             at = slot * s.slot_bytes + channel * s.plane_bytes + row * s.pitch_bytes + column * s.shared_bytes
             if s.mode == "hf":
                 self.op(f"ld.shared.b16 %h0, [%b+{at}]", f"cvt.f32.f16 {name}, %h0")
             else:
                 self.op(f"ld.shared.{kind} {name}, [%b+{at}]")
-            names[row, column] = name
+            names.append(name)
         return names
 
     # ---- what follows the sums ----
@@ -526,7 +541,10 @@ class _Writer:
         share = s.share(len(piece.oc))
         kind = "b32" if s.mode == "h2" else "f32"
         barrier = ("barrier.cluster.arrive.aligned", "barrier.cluster.wait.aligned")
-        self.op(*barrier, "shl.b32 %r6, %r1, 2", "add.s32 %r6, %r6, %r15")
+        # Over the ring: all blocks must have read their inputs. Beside it: all must have started, which they said then.
+        self.op(*(barrier if self.aliased else barrier[1:]), "shl.b32 %r6, %r1, 2", "add.s32 %r6, %r6, %r15")
+        if not self.aliased:
+            self.op(f"add.s32 %r6, %r6, {s.ring_bytes}")
         for owner in range(s.splits):
             mine = piece.oc[owner * share : (owner + 1) * share]
             if owner == piece.split or not mine:

@@ -21,6 +21,7 @@ Mode = Literal["f32", "hf", "h2"]
 Pair = Literal["none", "image", "row"]
 Combine = Literal["none", "cluster", "planes"]
 _BANK_BYTES = 128
+_SHARED_PER_SM = 224 * 1024
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ class Schedule:
     ring: int = 3
     use_async: bool = True
     min_blocks: int = 1
+    step: int = 64
+    """Instructions between block barriers that keep the warps at the same code, so that it is fetched once; 0: none."""
+    dependent: bool = False
+    """Start before the kernel ahead ends, wait for it ahead of the first read (sm_90 and later)."""
 
     # ---- the tile grid ----
     @property
@@ -140,10 +145,9 @@ class Schedule:
     # ---- input rows of a tile ----
     @cached_property
     def image_rows(self) -> int:
-        """Virtual input rows from one image to the next."""
+        """Virtual input rows from one image to the next: all that an image's pixels read, padding included."""
         g = self.geometry
-        window = (self.row_groups * self.rows - 1) * g.stride[0] + (g.kh - 1) * g.dilation[0] + 1
-        return window if self.pair == "row" else max(g.pads[0] + g.h, window - g.pads[0])
+        return (self.row_groups * self.rows - 1) * g.stride[0] + (g.kh - 1) * g.dilation[0] + 1
 
     @cached_property
     def _worst_tile(self) -> tuple[int, int]:
@@ -276,8 +280,24 @@ class Schedule:
         return -(-count // self.splits)
 
     def combine_bytes(self, count: int) -> int:
-        """Bytes in which a block receives the others' sums (reusing the ring)."""
+        """Bytes in which a block receives the others' sums."""
         return self.splits * self.share(count) * self.rows * self.threads * 4 if self.combine == "cluster" else 0
+
+    def aliased(self, count: int) -> bool:
+        """Whether the received sums lie over the ring, for want of room beside it."""
+        return self.ring_bytes + self.combine_bytes(count) > _SHARED_PER_SM // self.min_blocks
+
+    def block_bytes(self, count: int) -> int:
+        """Dynamic shared memory of a block whose largest piece has `count` output channels."""
+        ring, sums = self.ring_bytes, self.combine_bytes(count)
+        return max(ring, sums) if self.aliased(count) else ring + sums
+
+    @property
+    def pad_elements(self) -> tuple[int, ...]:
+        """Elements of a shared row that are read but never loaded: the zeros left and right of the image."""
+        read = range(self.column_shift, self.column_shift + self.input_cols)
+        first = self.load_column
+        return tuple(e for e in read if not first <= e < first + self.load_chunks * self.chunk)
 
     def _wavefronts(self, pixel: NDArray[np.int64], pitch: int, gap: int) -> float:
         image, rest = np.divmod(pixel, self.image_pixels)

@@ -1,0 +1,320 @@
+"""Measure kernels on a GPU: check each against float64, then time it by CUDA-graph replay beside cuDNN, in one run.
+
+`prepare` needs sparsedeploy and no GPU: it writes PTX (or CUDA C++ made PTX), weights and launches to a folder. `run`
+needs torch and a driver, not sparsedeploy: it assembles what is missing, checks, times and prints a table. So the folder
+can be made on one machine and measured on another.
+
+    python scripts/bench_kernels.py prepare FOLDER [--only TEXT]
+    python scripts/bench_kernels.py run FOLDER --out results.json [--cudnn]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TOLERANCE = {"fp32": 1e-6, "hf": 1e-3, "h2": 6e-3}
+"""Largest relative L2 error against float64: rounding of the sums, for fp16 also of input, output and half2 sums."""
+
+
+# ---------------------------------------------------------------- the driver, by ctypes
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class Driver:
+    """The few driver calls that a launch needs."""
+
+    def __init__(self) -> None:
+        self.cuda = ctypes.CDLL("libcuda.so.1")
+
+    def check(self, status: int, what: str) -> None:
+        """Raise on an error code."""
+        if status:
+            text = ctypes.c_char_p()
+            self.cuda.cuGetErrorString(status, ctypes.byref(text))
+            raise RuntimeError(f"{what}: {text.value.decode() if text.value else status}")
+
+    def load(self, image: bytes) -> ctypes.c_void_p:
+        """A module."""
+        module = ctypes.c_void_p()
+        self.check(self.cuda.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+        return module
+
+    def function(self, module: ctypes.c_void_p, entry: str, shared: int) -> ctypes.c_void_p:
+        """An entry, allowed to use `shared` bytes of dynamic shared memory."""
+        function = ctypes.c_void_p()
+        self.check(self.cuda.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), entry)
+        if shared > 48 * 1024:
+            self.check(self.cuda.cuFuncSetAttribute(function, 8, ctypes.c_int(shared)), "dynamic shared memory")
+        return function
+
+    def launch(self, function: ctypes.c_void_p, op: dict[str, Any], grid: Sequence[int], values: Sequence[Any], stream: int) -> None:
+        """Launch on a stream; values are ctypes numbers."""
+        attributes = (_Attribute * 2)()
+        count = 0
+        if op["cluster"] > 1:
+            attributes[count].id = 4
+            attributes[count].value[0], attributes[count].value[1], attributes[count].value[2] = op["cluster"], 1, 1
+            count += 1
+        config = _Config((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*op["block"]), op["shared"], stream, attributes, count)
+        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        self.check(self.cuda.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None), "launch")
+
+
+# ---------------------------------------------------------------- run
+def time_us(call: Callable[[], None], launches: int = 20, repeats: int = 9) -> tuple[float, float]:
+    """Median and spread (max - min) in microseconds of one call inside a replayed graph."""
+    import torch
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            call()
+    graph.replay()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / launches)
+    return float(np.median(times)), float(max(times) - min(times))
+
+
+def assemble(path: Path, arch: int) -> tuple[bytes, float, str]:
+    """Cubin, seconds and log of NAME.ptx.gz, or NAME.cubin when it lies there."""
+    cubin = path.with_suffix("").with_suffix(".cubin")
+    if cubin.exists():
+        return cubin.read_bytes(), 0.0, ""
+    ptxas = os.environ.get("PTXAS") or shutil.which("ptxas")
+    if ptxas is None:
+        raise RuntimeError(f"no {cubin} and no ptxas: set PTXAS or run `prepare` with --assemble")
+    source = path.with_suffix("")
+    source.write_bytes(gzip.decompress(path.read_bytes()))
+    start = time.monotonic()
+    done = subprocess.run([ptxas, "-v", "-O3", f"-arch=sm_{arch}", source, "-o", cubin], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{source}: {done.stderr[:2000]}")
+    return cubin.read_bytes(), time.monotonic() - start, done.stderr
+
+
+def dense_us(geometry: dict[str, Any], n: int) -> dict[str, float]:
+    """cuDNN with full search: best of NCHW and NHWC, layouts converted outside the timing."""
+    import torch
+    import torch.nn.functional as F
+
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0
+    g = geometry
+    x = torch.randn(n, g["ic"], g["h"], g["w"], device="cuda")
+    w = torch.randn(g["oc"], g["ic"] // g["group"], g["kh"], g["kw"], device="cuda") / np.sqrt(g["ic"] * g["kh"] * g["kw"] / g["group"])
+    if g["pads"][:2] != g["pads"][2:]:
+        x = F.pad(x, (g["pads"][1], g["pads"][3], g["pads"][0], g["pads"][2]))
+        padding: Any = 0
+    else:
+        padding = tuple(g["pads"][:2])
+
+    def best(a: Any, b: Any) -> float:
+        found = []
+        for layout in (torch.contiguous_format, torch.channels_last):
+            ai, bi = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
+
+            def call(ai: Any = ai, bi: Any = bi) -> None:
+                F.conv2d(ai, bi, None, tuple(g["stride"]), padding, tuple(g["dilation"]), g["group"])
+
+            found.append(time_us(call)[0])
+        return min(found)
+
+    result = {}
+    for name, tf32, half in (("fp32", False, False), ("tf32", True, False), ("fp16", False, True)):
+        torch.backends.cudnn.allow_tf32 = tf32
+        result[name] = best(x.half() if half else x, w.half() if half else w)
+    torch.backends.cudnn.allow_tf32 = False
+    return result
+
+
+def reference(job: dict[str, Any], x: Any, w: Any, bias: Any, residual: Any) -> Any:
+    """The layer in float64 by torch."""
+    import torch
+    import torch.nn.functional as F
+
+    g, e = job["geometry"], job["epilogue"]
+    top, left, bottom, right = g["pads"]
+    y = F.conv2d(F.pad(x.double(), (left, right, top, bottom)), w.double(), bias, tuple(g["stride"]), 0, tuple(g["dilation"]), g["group"])
+    if e["residual"] == "before_activation":
+        y = y + residual.double()
+    if e["activation"] == "relu":
+        y = torch.relu(y)
+    elif e["activation"] == "clip":
+        y = y.clamp(e["low"], e["high"])
+    elif e["activation"] == "leaky_relu":
+        y = F.leaky_relu(y, e["slope"])
+    return y + residual.double() if e["residual"] == "after_activation" else y
+
+
+class Bench:
+    """One job on the device."""
+
+    def __init__(self, driver: Driver, job: dict[str, Any], weight: np.ndarray, image: bytes) -> None:
+        import torch
+
+        self.driver, self.job, self.torch = driver, job, torch
+        self.weight = torch.from_numpy(weight).cuda()
+        module = driver.load(image)
+        self.functions = {op["entry"]: driver.function(module, op["entry"], op["shared"]) for op in job["ops"]}
+        self.dtype = torch.float32 if job["dtype"] == "fp32" else torch.float16
+
+    def measure(self, n: int, timed: bool = True) -> dict[str, float]:
+        """Error and time at batch n; raises when the error is too large or two runs differ in a bit."""
+        torch, g, job = self.torch, self.job["geometry"], self.job
+        torch.manual_seed(n + 17)
+        x = torch.randn(n, g["ic"], g["h"], g["w"], device="cuda").to(self.dtype)
+        oh, ow = job["out"]
+        y = torch.full((n, g["oc"], oh, ow), float("nan"), device="cuda", dtype=self.dtype)
+        residual = torch.randn_like(y) if job["epilogue"]["residual"] != "none" else None
+        if residual is not None:
+            residual = torch.randn(y.shape, device="cuda").to(self.dtype)
+        bias = torch.from_numpy(np.array(job["bias"])).cuda().double() if job["bias"] else None
+        workspace = torch.full((max(16, job["workspace"][str(n)]),), 255, device="cuda", dtype=torch.uint8)
+        pointers = {"input": x, "output": y, "residual": residual, "workspace": workspace}
+        prepared = []
+        for op in job["ops"]:
+            values = [
+                ctypes.c_uint32(n) if kind == "N" else ctypes.c_uint64(pointers[kind].data_ptr() + index) for kind, index in op["args"]
+            ]
+            prepared.append((self.functions[op["entry"]], op, op["grid"][str(n)], values))
+
+        def call() -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            for function, op, grid, values in prepared:
+                self.driver.launch(function, op, grid, values, stream)
+
+        call()
+        torch.cuda.synchronize()
+        first = y.clone()
+        want = reference(job, x, self.weight, bias, residual)
+        error = float(((first.double() - want).norm() / want.norm().clamp_min(1e-30)).item())
+        if not error < TOLERANCE[job["sums"]]:
+            raise RuntimeError(f"relative error {error:.2e} against float64, allowed {TOLERANCE[job['sums']]:.0e}")
+        y.fill_(float("nan"))
+        call()
+        torch.cuda.synchronize()
+        if not torch.equal(first, y):
+            raise RuntimeError("two runs differ")
+        if not timed:
+            return {"error": error}
+        us, spread = time_us(call)
+        call()
+        torch.cuda.synchronize()
+        if not torch.equal(first, y):
+            raise RuntimeError("the result changed while it was timed")
+        return {"error": error, "us": us, "spread_us": spread}
+
+
+def floors_us() -> dict[str, float]:
+    """What nothing can beat: an empty kernel's share of a graph, and the copy rate."""
+    import torch
+
+    tiny = torch.zeros(1, device="cuda")
+    big = torch.randn(1 << 28, device="cuda")
+    other = torch.empty_like(big)
+    copy = time_us(lambda: other.copy_(big), 5)[0]
+    return {"one_element_kernel_us": time_us(lambda: tiny.zero_())[0], "copy_gbs": 2 * big.numel() * 4 / copy / 1e3}
+
+
+def run(folder: Path, out: Path | None, cudnn: bool, only: str, profile: bool) -> int:
+    """Check and time every job of a folder; returns the number of failures."""
+    jobs = [job for job in json.loads((folder / "jobs.json").read_text()) if only in job["name"]]
+    driver = Driver()
+    import torch
+
+    torch.zeros(1, device="cuda")
+    results: list[dict[str, Any]] = []
+    dense: dict[str, dict[str, float]] = {}
+    failures = 0
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        files = sorted({job["file"] for job in jobs}, key=lambda f: -(folder / f).stat().st_size)
+        images: dict[str, Future[tuple[bytes, float, str]]] = {file: pool.submit(assemble, folder / file, 90) for file in files}
+        header = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), **floors_us()}
+        print(header, flush=True)
+        for job in sorted(jobs, key=lambda job: (folder / job["file"]).stat().st_size):
+            weight = np.load(folder / job["weight"])["w"]
+            try:
+                image, seconds, log = images[job["file"]].result()
+                bench = Bench(driver, job, weight, image)
+            except RuntimeError as error:
+                print(f"FAIL {job['name']}: {error}", flush=True)
+                failures += 1
+                continue
+            used = [line.split("Used ")[1].split(" ")[0] for line in log.splitlines() if "Used " in line]
+            spilled = sum(int(line.split(" bytes spill stores")[0].split(",")[-1]) for line in log.splitlines() if "spill stores" in line)
+            for n in job["batches"]:
+                try:
+                    row: dict[str, Any] = {"name": job["name"], "layer": job["layer"], "n": n, **bench.measure(n, not profile)}
+                except RuntimeError as error:
+                    print(f"FAIL {job['name']} N={n}: {error}", flush=True)
+                    failures += 1
+                    if "illegal" in str(error) or "misaligned" in str(error):
+                        return failures
+                    continue
+                if cudnn:
+                    key = f"{job['layer']} {n}"
+                    if key not in dense:
+                        dense[key] = dense_us(job["geometry"], n)
+                    row["cudnn_us"] = dense[key]
+                row |= {"registers": ",".join(used), "spill_bytes": spilled, "ptxas_s": round(seconds, 1), "predicted": job.get("predicted", {}).get(str(n))}
+                results.append(row)
+                ratio = " ".join(f"{k} {v:.1f}us {v / row['us']:.2f}x" for k, v in row.get("cudnn_us", {}).items()) if "us" in row else ""
+                print(f"{job['name']:44s} N={n:3d} {row.get('us', 0):8.2f} us +-{row.get('spread_us', 0):.2f} err {row['error']:.1e} reg {row['registers']} spill {spilled} pred {row['predicted']} {ratio}", flush=True)
+    if out:
+        out.write_text(json.dumps({"header": header, "rows": results}, indent=1))
+    return failures
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub = parser.add_subparsers(dest="what", required=True)
+    make = sub.add_parser("prepare")
+    make.add_argument("folder", type=Path)
+    make.add_argument("--only", default="")
+    go = sub.add_parser("run")
+    go.add_argument("folder", type=Path)
+    go.add_argument("--out", type=Path)
+    go.add_argument("--cudnn", action="store_true")
+    go.add_argument("--only", default="")
+    go.add_argument("--profile", action="store_true", help="check only, for use under a profiler")
+    options = parser.parse_args()
+    if options.what == "run":
+        return min(1, run(options.folder, options.out, options.cudnn, options.only, options.profile))
+    raise SystemExit("prepare: not yet")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
