@@ -38,7 +38,7 @@ from sparsedeploy.reading import Reading, read
 from sparsedeploy.report import render
 from sparsedeploy.roofline import format_us
 from sparsedeploy.scan import Scan, scan
-from sparsedeploy.verify import Subject, Verification, load_feeds, random_feeds, require, tolerance_for, verify
+from sparsedeploy.verify import LAYERS, Subject, Verification, load_feeds, random_feeds, require, tolerance_for, verify
 
 Floats = NDArray[np.float32]
 LOWERING_TOLERANCE = 1e-5
@@ -319,13 +319,18 @@ def verdict(verification: Verification) -> str:
     outputs = [output for comparison in verification.comparisons for output in comparison.outputs]
     if not outputs:
         return f"{subject} compared with nothing: no output could be run"
-    worst = min(outputs, key=lambda output: output.margin)
-    reference = verification.comparisons[0].reference
-    top1 = [output.top1_agreement for output in outputs if output.top1_agreement is not None]
+    finals = [entry for entry in verification.comparisons if entry.model == bundle.SPARSE_MODEL]
+    finals = finals or list(verification.comparisons)
+    shown = [output for entry in finals for output in entry.outputs]
+    worst = min(shown, key=lambda output: output.margin)
+    top1 = [output.top1_agreement for output in shown if output.top1_agreement is not None]
     agree = f", top-1 agreement {min(top1):.0%}" if top1 else ""
+    layers = [output for entry in verification.comparisons if entry.model == LAYERS for output in entry.outputs]
+    used = max((1 / output.margin if output.margin else float("inf") for output in layers), default=0.0)
+    each = f"; outputs of {len(layers)} sparse layers use at most {used:.1%} of the same tolerance" if layers else ""
     return (
-        f"{subject} run against {reference}: worst output {worst.name}, max abs {worst.max_abs:.2g} of largest "
-        f"{worst.largest:.3g} (allowed {worst.tolerance:g}), cosine {worst.cosine:.7f}{agree}"
+        f"{subject} run against {finals[0].reference}: worst output {worst.name}, max abs {worst.max_abs:.2g} of largest "
+        f"{worst.largest:.3g} (allowed {worst.tolerance:g}), cosine {worst.cosine:.7f}{agree}{each}"
     )
 
 

@@ -1,7 +1,8 @@
 """Proof that what the sparse nodes carry is the user's model: weights read back, outputs compared, never a wider tolerance.
 
 Each node is unpacked from its own words (or code) and turned back into a Conv; ONNX Runtime runs that graph and the user's
-original file on the same inputs. Tolerances are shares of the tensor's largest magnitude and are fixed: 1e-4 where
+original file on the same inputs. A network may saturate and hide a wrong layer behind a right output, so every sparse layer's
+output is compared too, with that of the dense model of the bundle. Tolerances are shares of the tensor's largest magnitude and are fixed: 1e-4 where
 weights and activations are fp32, 1e-2 where either is fp16.
 """
 
@@ -13,15 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
 from sparsedeploy.converters.graph import Model
-from sparsedeploy.converters.load import save
-from sparsedeploy.converters.rewrite import restore
+from sparsedeploy.converters.load import load, save
+from sparsedeploy.converters.rewrite import read_nodes, restore
 from sparsedeploy.errors import CheckFailed, InputError
-from sparsedeploy.layer import Epilogue
 from sparsedeploy.plugins import kernel_named
+from sparsedeploy.plugins.epilogue import apply
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.plugins.reference import conv2d
 from sparsedeploy.record import Document, Record
@@ -35,6 +37,9 @@ FP32_TOLERANCE = 1e-4
 FP16_TOLERANCE = 1e-2
 FP16_ROUNDING = 2.0**-11
 """Largest relative error of rounding a normal number to fp16."""
+LAYER_BYTES = 1 << 30
+"""Bytes of layer outputs that one verification holds at most, twice."""
+LAYERS = "model.sparse.onnx, layer by layer"
 _EXACT_KERNELS = ("csr", "baked")
 
 
@@ -159,8 +164,9 @@ def verify(subject: Subject, feeds: Feeds, feeds_name: str) -> Verification:
             comparisons.append(
                 Comparison(model="model.sparse.onnx", reference=name, inputs=feeds_name, outputs=outputs)
             )
+            comparisons.append(_layer_outputs(subject, Path(folder), feeds, feeds_name))
         diverging = None
-        if nodes and not comparisons[-1].passed:
+        if nodes and not comparisons[1].passed:
             diverging = _first_diverging(subject, nodes, Path(folder), feeds, reference)
     return Verification(
         sparse_nodes_verified=len(nodes),
@@ -171,17 +177,46 @@ def verify(subject: Subject, feeds: Feeds, feeds_name: str) -> Verification:
 
 
 def _nodes(model: Model) -> list[SparseConv]:
-    from sparsedeploy.converters.rewrite import read_nodes
-
     return list(read_nodes(model).values())
 
 
 def _run_restored(
     subject: Subject, folder: Path, feeds: Feeds, unpack: Callable[[SparseConv], tuple[Array, Array | None]]
 ) -> dict[str, Array]:
-    path = folder / "restored.onnx"
-    save(restore(subject.sparse, unpack), path)
+    return _run_model(restore(subject.sparse, unpack), folder, feeds)
+
+
+def _run_model(model: Model, folder: Path, feeds: Feeds, extra: Sequence[str] = ()) -> dict[str, Array]:
+    """Run a model with some inner values as outputs too."""
+    present = {output.name for output in model.proto.graph.output}
+    model.proto.graph.output.extend([onnx.ValueInfoProto(name=name) for name in extra if name not in present])
+    path = folder / "run.onnx"
+    for old in folder.glob("run.onnx*"):
+        old.unlink()
+    save(model, path)
     return run_file(path, feeds)
+
+
+def _layer_outputs(subject: Subject, folder: Path, feeds: Feeds, feeds_name: str) -> Comparison:
+    """The output of every sparse layer, with the node's weights, against the same value of the dense model.
+
+    Layers beyond LAYER_BYTES of outputs are left out; the record's length says how many were compared.
+    """
+    names, budget = [], LAYER_BYTES
+    for name, node in read_nodes(subject.sparse).items():
+        budget -= 4 * node.geometry.oc * node.geometry.oh * node.geometry.ow * _batch(feeds)
+        if budget < 0 and names:
+            break
+        names.append(name)
+    dense = _run_model(load(subject.dense_file), folder, feeds, names)
+    restored = restore(subject.sparse, lambda node: kernel_named(node.kernel).unpack(node))
+    got = _run_model(restored, folder, feeds, names)
+    outputs = compare({name: dense[name] for name in names}, got, subject.tolerance)
+    return Comparison(model=LAYERS, reference="model.dense.onnx", inputs=feeds_name, outputs=outputs)
+
+
+def _batch(feeds: Feeds) -> int:
+    return max((value.shape[0] for value in feeds.values() if value.ndim), default=1)
 
 
 def _first_diverging(
@@ -216,11 +251,11 @@ def _without_runtime(
         x = rng.random((1, g.ic, g.h, g.w))
         weight, bias = subject.weights[node.layer]
         residual = rng.random((1, g.oc, g.oh, g.ow)) if node.has_residual else None
-        expected = _apply(node.epilogue, conv2d(x, weight, bias, g), residual)
+        expected = apply(node.epilogue, conv2d(x, weight, bias, g), residual)
         got = kernel_named(node.kernel).reference(node, x, residual)
         outputs.append(_check(node.layer, expected, got, subject.tolerance))
     comparison = Comparison(
-        model="model.sparse.onnx, layer by layer",
+        model=LAYERS,
         reference="float64 convolution",
         inputs="seed 0",
         outputs=tuple(outputs),
@@ -229,12 +264,6 @@ def _without_runtime(
         sparse_nodes_verified=len(nodes), weights=weights, comparisons=(comparison,) if nodes else (),
         note=f"ONNX Runtime cannot run {subject.original.name} ({why}): each sparse layer was checked by itself.",
     )  # fmt: skip
-
-
-def _apply(epilogue: Epilogue, y: NDArray[np.float64], residual: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    from sparsedeploy.plugins.epilogue import apply
-
-    return apply(epilogue, y, residual)
 
 
 def compare(reference: Mapping[str, Array], got: Mapping[str, Array], tolerance: float) -> tuple[OutputCheck, ...]:
@@ -286,8 +315,6 @@ def run_file(path: Path, feeds: Feeds) -> dict[str, Array]:
 
 def random_feeds(model: Model, inputs: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Array]:
     """Seeded inputs: floats uniform in [0, 1) as images are, integers 0 or 1, booleans either."""
-    import onnx
-
     rng, feeds = np.random.default_rng(seed), {}
     for value in model.graph.inputs():
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
@@ -299,8 +326,6 @@ def random_feeds(model: Model, inputs: Mapping[str, tuple[int, ...]], seed: int 
 
 def load_feeds(path: Path, model: Model, inputs: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
     """Inputs from an .npz whose arrays are named as the model's inputs; raises InputError on any mismatch."""
-    import onnx
-
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
