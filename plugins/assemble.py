@@ -232,7 +232,7 @@ def compile_cuda(
     """Compile CUDA C++ for compute capability `arch`/10: PTX by NVRTC, and for "cubin" ptxas after it.
 
     The PTX declares the oldest ISA version that knows the architecture (`ptx_version`). NVRTC writes its own, newest
-    one; that the older label is enough is proved by assembling it. Raises AssembleError, MachineError.
+    one; that the older label is enough is proved by the tests, which assemble it. Raises AssembleError, MachineError.
     """
     flags = [f"--gpu-architecture=compute_{arch}", "--std=c++17", *options]
     key = _key("ptx", nvrtc_version(), [*flags, name, ptx_version(arch)], source.encode())
@@ -243,9 +243,9 @@ def compile_cuda(
         ptx = relabel(ptx, ptx_version(arch))
         entry = _write_entry(key, ptx, time.perf_counter() - started, log)
     ptx, seconds, log = entry
-    assembled = assemble(ptx, arch)
     if kind == "ptx":
         return Compiled(ptx, seconds, log, {})
+    assembled = assemble(ptx, arch)
     return Compiled(assembled.cubin, seconds + assembled.seconds, log + assembled.log, assembled.usage)
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from sparsedeploy.devices import Device
 from sparsedeploy.layer import ConvLayer, Geometry, Precision, Reason
-from sparsedeploy.plugins import nonzeros
+from sparsedeploy.plugins import direct, nonzeros
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Config, Floats, Prediction
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.plugins.nonzeros import Ints
@@ -110,7 +110,7 @@ class Csr:
         config: Config,
         options: BuildOptions,
     ) -> Built:
-        """Stretch the indices; the node has no code and no launch plan yet."""
+        """Stretch the indices, with code for the options' architectures; without any the node carries weights alone."""
         g = nonzeros.checked_geometry(layer, weight, bias)
         nonzeros.only_default(self.name, config)
         if _too_large(g):
@@ -120,16 +120,23 @@ class Csr:
         values = weight[oc, ic, ky, kx].view(np.int32)
         offsets = nonzeros.row_offsets(np.bincount(oc, minlength=g.oc))
         constants = nonzeros.with_bias((offsets, nonzeros.or_dummy(indices), nonzeros.or_dummy(values)), bias)
-        return Built(
-            SparseConv(
-                layer=layer.name,
-                kernel=self.name,
-                geometry=g,
-                epilogue=layer.epilogue,
-                precision=options.precision,
-                constants=constants,
-            ),
-            record={"nnz": indices.size, "constant_bytes": sum(array.nbytes for array in constants)},
+        node = SparseConv(
+            layer=layer.name,
+            kernel=self.name,
+            geometry=g,
+            epilogue=layer.epilogue,
+            precision=options.precision,
+            constants=constants,
+        )
+        record = {"nnz": float(indices.size), "constant_bytes": float(sum(array.nbytes for array in constants))}
+        return direct.with_code(Built(node, record=record), "csr", self.places(node), device, options)
+
+    def places(self, node: SparseConv) -> direct.Nonzeros:
+        """Where each nonzero that the node carries belongs; raises ValueError when the node is malformed."""
+        oc, index, _ = _open(node)
+        rows, pitch = plane_shape(node.geometry)
+        return direct.Nonzeros(
+            row=oc, oc=oc, ic=index.astype(np.int64) // (rows * pitch), block_ic=node.geometry.ic // node.geometry.group
         )
 
     def unpack(self, node: SparseConv) -> tuple[Floats, Floats | None]:

@@ -8,20 +8,23 @@ format's own arrays the nonzeros of each lie. The table only orders the nonzeros
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.resources import files
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsedeploy.devices import Device
+from sparsedeploy.errors import MachineError
 from sparsedeploy.layer import Epilogue, Geometry, Precision
-from sparsedeploy.plugins.assemble import compile_cuda
-from sparsedeploy.plugins.kernel import BuildOptions
+from sparsedeploy.plugins.assemble import assemble, compile_cuda
+from sparsedeploy.plugins.kernel import BuildOptions, Built
 from sparsedeploy.plugins.launch import Arg, Expr, Launch, Plan, Variant, const, var
-from sparsedeploy.plugins.node import Image, SparseConv
+from sparsedeploy.plugins.node import Image
 
 Format = Literal["packed", "csr"]
 Longs = NDArray[np.int64]
@@ -108,26 +111,18 @@ class Tiling:
 
     def layout(self) -> tuple[int, int]:
         """(pitch, image): words from row to row and from image to image; the smallest at which a warp's lanes share no bank."""
-        least, step = self._row_words(), self.vector
-        best: tuple[float, int, int, int] | None = None
-        for pitch in range(least, least + _BANKS, step):
-            start = -(-self.in_rows * pitch // 4) * 4
-            for image in range(start, start + (_BANKS if self.images > 1 else 1), 4):
-                key = (self.conflicts(pitch, image), image, pitch, 0)
-                if best is None or key < best:
-                    best = key
-            if best is not None and best[0] == 1.0 and self.images == 1:
-                break
-        assert best is not None
-        return best[2], best[1]
+        return self._bank_layout()[:2]
 
-    def conflicts(self, pitch: int, image: int) -> float:
-        """Mean cycles of one input load of a warp."""
-        t = np.minimum(np.arange(self.warps * 32), self.pixels - 1)
-        group = t // self.cols % self.groups
-        words = t // (self.groups * self.cols) * image + group * self.rows * self.geometry.stride[0] * pitch + t % self.cols
-        cycles = [np.bincount(np.unique(words[k : k + 32]) % _BANKS).max() for k in range(0, len(words), 32)]
-        return float(np.mean(cycles))
+    @property
+    def conflicts(self) -> float:
+        """Mean cycles of one input load of a warp; 1 is free of bank conflicts."""
+        return self._bank_layout()[2]
+
+    def _bank_layout(self) -> tuple[int, int, float]:
+        step = self.rows * self.geometry.stride[0]
+        return _bank_layout(
+            self._row_words(), self.vector, self.in_rows, step, self.images, self.groups, self.cols, self.warps
+        )
 
     @property
     def tile_rows(self) -> int:
@@ -160,7 +155,9 @@ class Tiling:
 
     def stages(self, block_ic: int) -> int:
         """Stages of one split, at most."""
-        return max(len(split) for first, last in set(self.channel_blocks()) for split in self.chunks(first, last, block_ic))
+        return max(
+            len(split) for first, last in set(self.channel_blocks()) for split in self.chunks(first, last, block_ic)
+        )
 
     def chunks(self, first: int, last: int, block_ic: int) -> list[list[tuple[int, int]]]:
         """Per split, the (first channel, channels) of its stages for the convolution's groups first..last."""
@@ -168,7 +165,7 @@ class Tiling:
         low, high = first * per_ic, last * per_ic
         cuts = [low + (high - low) * k // self.splits for k in range(self.splits + 1)]
         result = []
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             parts, at = [], start
             while at < end:
                 limit = end if block_ic >= per_ic else min(end, at + block_ic - (at - low) % block_ic)
@@ -183,8 +180,32 @@ class Tiling:
         """Dynamic shared memory: the stages' buffers, or what a block receives of its cluster."""
         _, image = self.layout()
         buffer = self.stage * self.images * image + self.channels * capacity * 2
-        received = self.splits * -(-self.channels // self.splits) * self.rows * self.warps * 32 if self.splits > 1 else 0
+        received = (
+            self.splits * -(-self.channels // self.splits) * self.rows * self.warps * 32 if self.splits > 1 else 0
+        )
         return 4 * max(buffer * min(stages, 2), received)
+
+
+@lru_cache(maxsize=4096)
+def _bank_layout(
+    least: int, vector: int, in_rows: int, step: int, images: int, groups: int, cols: int, warps: int
+) -> tuple[int, int, float]:
+    """(pitch, image, conflicts): the smallest strides at which the lanes of a warp share banks least."""
+    t = np.minimum(np.arange(warps * 32), images * groups * cols - 1)
+    image_of, group_of = t // (groups * cols), t // cols % groups
+    best: tuple[float, int, int] | None = None
+    for pitch in range(least, least + _BANKS, vector):
+        start = -(-in_rows * pitch // 4) * 4
+        for image in range(start, start + (_BANKS if images > 1 else 1), 4):
+            words = image_of * image + group_of * (step * pitch) + t % cols
+            cycles = [np.bincount(np.unique(words[k : k + 32]) % _BANKS).max() for k in range(0, len(words), 32)]
+            key = (float(np.mean(cycles)), image, pitch)
+            if best is None or key < best:
+                best = key
+        if best is not None and best[0] == 1.0:
+            break
+    assert best is not None
+    return best[2], best[1], best[0]
 
 
 def _deal(loads: Longs, bins: int, room: int) -> list[list[int]]:
@@ -203,13 +224,13 @@ def _blocks_of_channels(tiling: Tiling, nonzeros: Nonzeros) -> list[tuple[int, i
     g = tiling.geometry
     per_oc = g.oc // g.group
     counts = np.bincount(nonzeros.oc, minlength=g.oc)
-    result = []
+    result: list[tuple[int, int, list[int]]] = []
     if per_oc >= tiling.channels:
         for group in range(g.group):
             members = np.arange(group * per_oc, (group + 1) * per_oc)
             bins = -(-per_oc // tiling.channels)
-            for part in _deal(counts[members], bins, tiling.channels):
-                result.append((group, group + 1, [int(members[k]) for k in sorted(part)]))
+            parts = _deal(counts[members], bins, tiling.channels)
+            result += [(group, group + 1, [int(members[k]) for k in sorted(part)]) for part in parts]
         return result
     return [(first, last, list(range(first * per_oc, last * per_oc))) for first, last in tiling.channel_blocks()]
 
@@ -277,7 +298,9 @@ def source(tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision
     return head + files("sparsedeploy.plugins").joinpath("direct.cu").read_text(encoding="utf-8")
 
 
-def make_plan(tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision, blocks: int, shared_bytes: int) -> Plan:
+def make_plan(
+    tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision, blocks: int, shared_bytes: int
+) -> Plan:
     """One launch, for every N (and every H and W where the format allows)."""
     count = 2 if fmt == "packed" else 3
     # The format's arrays in the order of the kernel's parameters: packed has words first, csr indices then values.
@@ -316,13 +339,12 @@ def estimate(tiling: Tiling, nnz: int, n: int, device: Device, precision: Precis
     blocks = t.tile_count(n) * blocks_of_channels * t.splits
     taps = nnz / (blocks_of_channels * t.splits)
     spread = 1 + 1.0 / math.sqrt(max(taps / t.sets, 1.0))
-    pitch, image = t.layout()
-    cycles = taps * spread * t.warps * (t.rows * t.conflicts(pitch, image) + 0.5)
+    cycles = taps * spread * t.warps * (t.rows * t.conflicts + 0.5)
     resident = max(1, min(1024 // t.threads, 4))
     per_sm = -(-blocks // device.sm_count)
     busy_warps = min(per_sm, resident) * t.threads / 32
     compute = per_sm * cycles / clock_ghz / 1e3 * max(1.0, 10 / busy_warps)
-    fill_words = g.ic * t.images * t.in_rows * t.in_cols * len(t.channel_blocks()) / g.group * max(1, 1)
+    fill_words = g.ic * t.images * t.in_rows * t.in_cols * len(t.channel_blocks()) / g.group
     element = 4 if precision == "fp32" else 2
     fill = t.tile_count(n) * fill_words * element * (2 if t.pairs != "none" else 1) / (1.3 * device.bandwidth_gbs) / 1e3
     instructions = t.stage * t.images * t.in_rows * t.in_cols / t.vector * 14 / 32 / 4 / clock_ghz / 1e3
@@ -333,7 +355,7 @@ def estimate(tiling: Tiling, nnz: int, n: int, device: Device, precision: Precis
 
 def candidates(geometry: Geometry, device: Device, n: int, precision: Precision, clusters: bool) -> Iterator[Tiling]:
     """Tilings worth an estimate."""
-    g = geometry
+    g, registers = geometry, 32768 if device.sm == 53 else 65536
     limit = device.shared_kb_per_block * 1024
     per_oc, per_ic = g.oc // g.group, g.ic // g.group
     pair_kinds: list[Literal["none", "images", "rows"]] = ["none"]
@@ -347,7 +369,9 @@ def candidates(geometry: Geometry, device: Device, n: int, precision: Precision,
                 if sets * warps > 16:
                     continue
                 for slots in (1, 2, 4, 8):
-                    if slots * rows > 64 or (slots > 1 and sets * (slots // 2) >= per_oc * max(1, g.group)):
+                    if slots * rows > min(64, registers // (sets * warps * 32) - 64) or (
+                        slots > 1 and sets * (slots // 2) >= per_oc * max(1, g.group)
+                    ):
                         continue
                     for splits in (1, 2, 4, 8) if clusters else (1,):
                         if splits > 1 and (g.group > 1 or per_ic < 8 * splits or sets * slots < splits):
@@ -386,7 +410,14 @@ def _pixel_shapes(g: Geometry, rows_out: int, batch: int) -> list[tuple[int, int
                     continue
                 groups = max(1, min(lanes // cols, groups_out))
                 images = max(1, min(lanes // (cols * groups), batch)) if groups == groups_out and cols == g.ow else 1
-                covered = -(-rows_out // (groups * rows)) * groups * rows * (-(-g.ow // cols) * cols) * -(-batch // images) * images
+                covered = (
+                    -(-rows_out // (groups * rows))
+                    * groups
+                    * rows
+                    * (-(-g.ow // cols) * cols)
+                    * -(-batch // images)
+                    * images
+                )
                 use = rows_out * g.ow * batch / covered * (images * groups * cols / lanes)
                 worth = use * rows / (rows + 0.75) / warps**0.1
                 found.append((worth, (images, groups, rows, cols, warps)))
@@ -408,29 +439,37 @@ def choose(
     return best[2], best[3]
 
 
-def attach(
-    node: SparseConv, fmt: Format, nonzeros: Nonzeros, device: Device, options: BuildOptions, tiling: Tiling | None = None
-) -> tuple[SparseConv, dict[str, float]]:
-    """The node with table, images and plan for `options`; and the record of compiling (bytes and seconds).
+def with_code(
+    built: Built, fmt: Format, nonzeros: Nonzeros, device: Device, options: BuildOptions, tiling: Tiling | None = None
+) -> Built:
+    """The built node with table, images and plan for the options' architectures; unchanged when they name none.
 
-    Raises MachineError when NVRTC is missing, AssembleError when it refuses.
+    Where the compiler is missing the node keeps its weights alone and a note says so. Raises AssembleError when a
+    compiler refuses the source.
     """
-    archs: Sequence[int] = options.archs or (device.sm,)
-    clusters = min(archs) >= _CLUSTER_SM
+    if not options.archs:
+        return built
+    node = built.node
     if tiling is None:
+        clusters = min(options.archs) >= _CLUSTER_SM
         tiling, _ = choose(node.geometry, len(nonzeros.oc), device, options.batch, options.precision, clusters)
     table, stages, capacity = make_table(tiling, fmt, nonzeros)
     text = source(tiling, fmt, node.epilogue, options.precision, stages, capacity)
-    images, seconds, size = [], 0.0, 0
-    for arch in archs:
-        made = compile_cuda(text, arch, name="direct.cu")
-        images.append(Image(arch, options.precision, "ptx", made.data))
-        seconds += made.seconds
-        size += len(made.data)
-        if options.assemble:
-            made = compile_cuda(text, arch, kind="cubin", name="direct.cu")
-            images.append(Image(arch, options.precision, "cubin", made.data))
+    images: list[Image] = []
+    record = {**built.record, "ptx_bytes": 0.0, "compile_s": 0.0, "assemble_s": 0.0}
+    try:
+        for arch in options.archs:
+            made = compile_cuda(text, arch, name="direct.cu")
+            images.append(Image(arch, options.precision, "ptx", made.data))
+            record["ptx_bytes"] += len(made.data)
+            record["compile_s"] += made.seconds
+            if options.assemble:
+                assembled = assemble(made.data, arch)
+                images.append(Image(arch, options.precision, "cubin", assembled.cubin))
+                record["assemble_s"] += assembled.seconds
+    except MachineError as error:
+        return replace(built, notes=(*built.notes, f"{node.layer}: no code, weights alone: {error}"))
     blocks = len(_blocks_of_channels(tiling, nonzeros))
     plan = make_plan(tiling, fmt, node.epilogue, options.precision, blocks, tiling.shared_bytes(stages, capacity))
-    made_node = replace(node, constants=(*node.constants, table), plan=plan, images=tuple(images))
-    return made_node, {"ptx_bytes": float(size), "compile_s": seconds}
+    node = replace(node, constants=(*node.constants, table), plan=plan, images=tuple(images))
+    return replace(built, node=node, record=record)

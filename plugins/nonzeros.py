@@ -117,19 +117,25 @@ def arrays_of(node: SparseConv, kernel: str, names: tuple[str, ...]) -> tuple[In
     if node.kernel != kernel:
         raise ValueError(f"{node.layer}: made by kernel {node.kernel}, not {kernel}")
     expected = (*names, "bias") if node.epilogue.bias else names
+    if node.plan:
+        expected = (*expected, "table")
     if len(node.constants) != len(expected):
         raise ValueError(f"{node.layer}: {len(node.constants)} constants, {kernel} carries {', '.join(expected)}")
     for name, array in zip(expected, node.constants, strict=True):
         if array.dtype != np.int32 or array.ndim != 1 or not array.size:
             raise ValueError(f"{node.layer}: constant {name} is {array.dtype}{array.shape}, needed a vector of int32")
-    if node.epilogue.bias and node.constants[-1].size != node.geometry.oc:
-        raise ValueError(f"{node.layer}: constant bias has {node.constants[-1].size} values, needed {node.geometry.oc}")
+    if node.epilogue.bias and node.constants[len(names)].size != node.geometry.oc:
+        found = node.constants[len(names)].size
+        raise ValueError(f"{node.layer}: constant bias has {found} values, needed {node.geometry.oc}")
     return node.constants[: len(names)]
 
 
 def bias_of(node: SparseConv) -> Floats | None:
     """The bias [oc] that the node carries, or None."""
-    return np.ascontiguousarray(node.constants[-1]).view(np.float32) if node.epilogue.bias else None
+    if not node.epilogue.bias:
+        return None
+    last = node.constants[-2] if node.plan else node.constants[-1]  # a node with code ends with its table
+    return np.ascontiguousarray(last).view(np.float32)
 
 
 def rows_of(node: SparseConv, offsets: Ints, rows: int, stored: int) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sparsedeploy.devices import Device
 from sparsedeploy.layer import ConvLayer, Geometry, Precision, Reason
-from sparsedeploy.plugins import nonzeros
+from sparsedeploy.plugins import direct, nonzeros
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Config, Floats, Prediction, UnfitWeightsError
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.plugins.nonzeros import Ints
@@ -133,7 +133,7 @@ class Packed:
         config: Config,
         options: BuildOptions,
     ) -> Built:
-        """Pack the weights; the node has no code and no launch plan yet."""
+        """Pack the weights, with code for the options' architectures; without any the node carries weights alone."""
         g = nonzeros.checked_geometry(layer, weight, bias)
         nonzeros.only_default(self.name, config)
         if max(g.kh, g.kw) > MAX_KERNEL:
@@ -142,23 +142,32 @@ class Packed:
         words, offsets, errors = _pack(layer.name, weight, starts)
         constants = nonzeros.with_bias((nonzeros.or_dummy(words), offsets), bias)
         rounded, worst = int(np.count_nonzero(errors)), float(errors.max(initial=0.0))
-        return Built(
-            SparseConv(
-                layer=layer.name,
-                kernel=self.name,
-                geometry=g,
-                epilogue=layer.epilogue,
-                precision=options.precision,
-                constants=constants,
-                parameters=(starts.step,),
-                fixed_hw=False,
-            ),
-            record={
-                "nnz": words.size,
-                "constant_bytes": sum(array.nbytes for array in constants),
-                "rounded_weights": rounded,
-                "largest_relative_error": worst,
-            },
+        node = SparseConv(
+            layer=layer.name,
+            kernel=self.name,
+            geometry=g,
+            epilogue=layer.epilogue,
+            precision=options.precision,
+            constants=constants,
+            parameters=(starts.step,),
+            fixed_hw=False,
+        )
+        record = {
+            "nnz": words.size,
+            "constant_bytes": sum(array.nbytes for array in constants),
+            "rounded_weights": rounded,
+            "largest_relative_error": worst,
+        }
+        return direct.with_code(Built(node, record=record), "packed", self.places(node), device, options)
+
+    def places(self, node: SparseConv) -> direct.Nonzeros:
+        """Where each nonzero that the node carries belongs; raises ValueError when the node is malformed."""
+        words, g = _Words(node), node.geometry
+        return direct.Nonzeros(
+            row=words.ic // node.parameters[0] * g.oc + words.oc,
+            oc=words.oc,
+            ic=words.oc // (g.oc // g.group) * (g.ic // g.group) + words.ic,
+            block_ic=node.parameters[0],
         )
 
     def unpack(self, node: SparseConv) -> tuple[Floats, Floats | None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import numpy as np
@@ -73,37 +74,42 @@ class _Fragment:
     past: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
     own: Array = field(default_factory=lambda: np.zeros(0, np.uint64))
 
-    def take(self, which: Array, pc: int) -> _Fragment:
-        """The chosen threads as a fragment of their own."""
+    def take(self, which: Array, pc: int, live: Sequence[int]) -> _Fragment:
+        """The chosen threads as a fragment of their own, with the registers that are read from `pc` on."""
         lanes = self.lanes[which]
+        member = np.zeros(int(self.lanes.max()) + 1, np.bool_)
+        member[lanes] = True
         copies = []
         for group in self.copies:
             kept = []
             for owners, granules in group:
-                mine = np.isin(owners, lanes)
+                mine = member[owners]
                 if mine.any():
                     kept.append((owners[mine], [granule[mine] for granule in granules]))
             copies.append(kept)
+        regs: list[Array | None] = [None] * len(self.regs)
+        for at in live:
+            held = self.regs[at]
+            regs[at] = None if held is None else held[which]
         return _Fragment(
-            lanes, self.block[which], self.thread[which], [None if reg is None else reg[which] for reg in self.regs],
-            pc, copies, self.past[which], self.own[which],
-        )  # fmt: skip
+            lanes, self.block[which], self.thread[which], regs, pc, copies, self.past[which], self.own[which]
+        )
 
 
-def _merge(parts: list[_Fragment]) -> _Fragment:
+def _merge(parts: list[_Fragment], live: Sequence[int]) -> _Fragment:
     if len(parts) == 1:
         return parts[0]
-    regs: list[Array | None] = []
-    for values in zip(*(part.regs for part in parts), strict=True):
+    regs: list[Array | None] = [None] * len(parts[0].regs)
+    for at in live:
+        values = [part.regs[at] for part in parts]
         kind = next((value.dtype for value in values if value is not None), None)
         if kind is None:
-            regs.append(None)
             continue
         filled = [
             np.zeros(len(part.lanes), kind) if value is None else value
             for part, value in zip(parts, values, strict=True)
         ]
-        regs.append(np.concatenate(filled))
+        regs[at] = np.concatenate(filled)
     depth = max(len(part.copies) for part in parts)
     copies: list[list[tuple[Array, list[Array]]]] = [[] for _ in range(depth)]
     for part in parts:
@@ -203,8 +209,13 @@ class Program:
             [4]
             + [TYPE_BYTES[kind] for ins in entry.instructions if (kind := _shared_kind(ins)) and TYPE_BYTES[kind] < 4]
         )
+        self._live = _liveness(entry, self.index)
         decoder = _Decoder(self)
         self.steps: list[Do | _Control] = [decoder.decode(ins) for ins in entry.instructions]
+
+    def live(self, pc: int) -> Sequence[int]:
+        """Registers that may be read from `pc` on before they are written."""
+        return self._live.get(pc, ())
 
     def _lay_out_shared(self) -> int:
         at = 0
@@ -290,7 +301,7 @@ def _run_batch(
         here = [part for part in runnable if part.pc == pc]
         runnable = [part for part in runnable if part.pc != pc]
         limit = min((part.pc for part in runnable), default=len(program.steps) + 1)
-        more, blocked = _advance(batch, program, _merge(here), limit)
+        more, blocked = _advance(batch, program, _merge(here, program.live(pc)), limit)
         runnable += more
         waiting += blocked
 
@@ -323,7 +334,7 @@ def _advance(batch: _Batch, program: Program, part: _Fragment, limit: int) -> tu
                 pc += 1
                 continue
             part.pc = pc
-            next_pc = _control(batch, step, part)
+            next_pc = _control(batch, program, step, part)
             if not isinstance(next_pc, int):
                 return next_pc
             pc = next_pc
@@ -340,6 +351,10 @@ def _advance(batch: _Batch, program: Program, part: _Fragment, limit: int) -> tu
     return [part], []
 
 
+def _take(program: Program, part: _Fragment, which: Array, pc: int) -> _Fragment:
+    return part.take(which, pc, program.live(pc))
+
+
 def _stop(program: Program, pc: int, why: str) -> NoReturn:
     ins = program.entry.instructions[pc]
     raise InterpretError(f"{program.entry.name}: line {ins.line}: `{' '.join(ins.text.split())}` {why}") from None
@@ -347,18 +362,82 @@ def _stop(program: Program, pc: int, why: str) -> NoReturn:
 
 def _read_registers(ins: Instruction) -> list[str]:
     names = [] if ins.guard is None else [ins.guard[0].name]
-    reads_all = ins.opcode.split(".")[0] in ("st", "red", "cp", "brx")
-    for operand in ins.operands if reads_all else ins.operands[1:]:
-        if isinstance(operand, Reg):
-            names.append(operand.name)
-        elif isinstance(operand, Mem) and isinstance(operand.base, Reg):
-            names.append(operand.base.name)
-        elif isinstance(operand, Vec):
-            names += [item.name for item in operand.items if isinstance(item, Reg)]
+    for operand in ins.operands if _writes_nothing(ins) else ins.operands[1:]:
+        names += _names(operand)
     return names
 
 
-def _control(batch: _Batch, step: _Control, part: _Fragment) -> int | tuple[Parts, Parts]:
+def _writes_nothing(ins: Instruction) -> bool:
+    return ins.opcode.split(".")[0] in ("st", "red", "cp", "brx", "bra", "bar", "barrier")
+
+
+def _names(operand: Operand) -> list[str]:
+    if isinstance(operand, Reg):
+        return [operand.name]
+    if isinstance(operand, Mem) and isinstance(operand.base, Reg):
+        return [operand.base.name]
+    if isinstance(operand, Vec):
+        return [item.name for item in operand.items if isinstance(item, Reg)]
+    return []
+
+
+def _liveness(entry: Entry, index: Mapping[str, int]) -> dict[int, list[int]]:
+    """Registers live at every place where threads may part or meet: around branches, waits and labels."""
+    count = len(entry.instructions)
+    leaders = {0, count, *entry.labels.values()}
+    targets: dict[int, tuple[int, ...]] = {}
+    for pc, ins in enumerate(entry.instructions):
+        name = ins.opcode.split(".")[0]
+        if name in ("bra", "brx", "ret", "exit", "bar", "barrier"):
+            leaders |= {pc, pc + 1}
+            targets[pc] = _targets(entry, ins, name, pc)
+    order = sorted(leaders)
+    facts = {start: _block_facts(entry, index, start, end) for start, end in pairwise(order)}
+    live = dict.fromkeys(order, 0)
+    changed = True
+    while changed:
+        changed = False
+        for start, end in reversed(list(pairwise(order))):
+            after = 0
+            for target in targets.get(end - 1, (end,)):
+                after |= live[target]
+            used, written = facts[start]
+            now = used | (after & ~written)
+            changed |= now != live[start]
+            live[start] = now
+    return {pc: _bits(value) for pc, value in live.items()}
+
+
+def _targets(entry: Entry, ins: Instruction, name: str, pc: int) -> tuple[int, ...]:
+    goes_on = (pc + 1,) if ins.guard is not None or name in ("bar", "barrier") else ()
+    if name == "bra":
+        return (entry.labels.get(_sym(ins.operands[0]), pc + 1), *goes_on)
+    if name == "brx":
+        return (*[entry.labels[label] for label in entry.tables.get(_sym(ins.operands[1]), ())], *goes_on)
+    return goes_on
+
+
+def _block_facts(entry: Entry, index: Mapping[str, int], start: int, end: int) -> tuple[int, int]:
+    """(read before written, written for certain) of a stretch of instructions, as bit sets."""
+    used = written = 0
+    for ins in entry.instructions[start:end]:
+        for name in _read_registers(ins):
+            used |= (1 << index[name]) & ~written
+        if not _writes_nothing(ins) and ins.operands:
+            for name in _names(ins.operands[0]):
+                if ins.guard is None:
+                    written |= 1 << index[name]
+                else:  # where the guard is false the old value stays
+                    used |= (1 << index[name]) & ~written
+    return used, written
+
+
+def _bits(value: int) -> list[int]:
+    text = bin(value)[:1:-1]
+    return [at for at, bit in enumerate(text) if bit == "1"]
+
+
+def _control(batch: _Batch, program: Program, step: _Control, part: _Fragment) -> int | tuple[Parts, Parts]:
     """The next program counter, or the fragments that go on and those that wait."""
     pc = part.pc
     mask = None
@@ -371,11 +450,11 @@ def _control(batch: _Batch, step: _Control, part: _Fragment) -> int | tuple[Part
     if step.kind == "bra":
         if mask is None:
             return step.targets[0]
-        return [part.take(mask, step.targets[0]), part.take(~mask, pc + 1)], []
+        return [_take(program, part, mask, step.targets[0]), _take(program, part, ~mask, pc + 1)], []
     if step.kind == "brx":
-        return _branch_table(step, part, mask)
+        return _branch_table(program, step, part, mask)
     if mask is not None:  # only some leave or wait: the others are a fragment of their own
-        rest, some = part.take(~mask, pc + 1), part.take(mask, pc)
+        rest, some = _take(program, part, ~mask, pc + 1), _take(program, part, mask, pc)
         outcome = _unguarded(batch, step, some)
         if isinstance(outcome, int):
             some.pc = outcome
@@ -384,7 +463,7 @@ def _control(batch: _Batch, step: _Control, part: _Fragment) -> int | tuple[Part
     return _unguarded(batch, step, part)
 
 
-def _branch_table(step: _Control, part: _Fragment, mask: Array | None) -> int | tuple[Parts, Parts]:
+def _branch_table(program: Program, step: _Control, part: _Fragment, mask: Array | None) -> int | tuple[Parts, Parts]:
     assert step.index is not None
     index = step.index(part)
     chosen = index if mask is None else index[mask]
@@ -392,10 +471,10 @@ def _branch_table(step: _Control, part: _Fragment, mask: Array | None) -> int | 
         raise AccessError(f"takes branch {int(chosen.max())} of a table of {len(step.targets)}")
     if mask is None and (index == index[0]).all():
         return step.targets[int(index[0])]
-    parts = [] if mask is None else [part.take(~mask, part.pc + 1)]
+    parts = [] if mask is None else [_take(program, part, ~mask, part.pc + 1)]
     for one in np.unique(chosen):
         which = index == one if mask is None else (index == one) & mask
-        parts.append(part.take(which, step.targets[int(one)]))
+        parts.append(_take(program, part, which, step.targets[int(one)]))
     return parts, []
 
 
@@ -460,9 +539,9 @@ def _release(batch: _Batch, program: Program, waiting: Parts) -> tuple[Parts, Pa
         is_bar = _kind(program, part) == "bar"
         ready = complete[part.block] if is_bar else _cluster_ready(batch, part)
         if not ready.all():
-            kept.append(part if not ready.any() else part.take(~ready, part.pc))
+            kept.append(part if not ready.any() else _take(program, part, ~ready, part.pc))
         if ready.any():
-            free = part if ready.all() else part.take(ready, part.pc)
+            free = part if ready.all() else _take(program, part, ready, part.pc)
             if is_bar:
                 batch.stamp(free)
             else:
@@ -815,6 +894,16 @@ class _Decoder:
             return np.asarray((wide & mask).astype(np.uint32))
 
         return self.simple(ins, "u32", run)
+
+    def op_bfi(self, ins: Instruction, mods: list[str]) -> Do:
+        def run(a: Array, b: Array, at: Array, count: Array) -> Array:
+            mask = (np.uint64(1) << np.minimum(count & np.uint32(255), 32).astype(np.uint64)) - np.uint64(1)
+            place = np.minimum(at & np.uint32(255), 63).astype(np.uint64)
+            kept = b.astype(np.uint64) & ~(mask << place)
+            return np.asarray((kept | (a.astype(np.uint64) & mask) << place).astype(np.uint32))
+
+        gets = [self.read(operand, "b32") for operand in ins.operands[1:]]
+        return self.write(ins.operands[0], "b32", lambda f: run(*[get(f) for get in gets]), ins)
 
     # -- predicates
 
@@ -1170,11 +1259,11 @@ def _wait_group(keep: int | None) -> Do:
         closed = f.copies[:-1]
         # wait_all covers the open group too; wait_group leaves it and the newest `keep` closed ones.
         done = f.copies if keep is None else closed[: max(0, len(closed) - keep)]
-        for group in done:
-            for owners, granules in group:
-                order = np.argsort(f.lanes)
-                own = f.own[order[np.searchsorted(f.lanes, owners, sorter=order)]]
-                batch.shared.finish_copy(granules, own)
+        if any(done):
+            own_of = np.zeros(int(f.lanes.max()) + 1, np.uint64)
+            own_of[f.lanes] = f.own
+            for owners, granules in (copy for group in done for copy in group):
+                batch.shared.finish_copy(granules, own_of[owners])
         f.copies = [[]] if keep is None else [*closed[len(done) :], f.copies[-1]]
 
     return run

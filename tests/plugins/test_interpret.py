@@ -74,6 +74,7 @@ STORE = "\n  st.global.u32 [%d2], %r6;"
         ("shf.l.wrap.b32 %r6, %r5, %r5, 8;", lambda a: (a << 8) | (a >> 24)),
         ("shf.r.wrap.b32 %r6, %r5, %r5, 8;", lambda a: (a >> 8) | (a << 24)),
         ("bfe.u32 %r6, %r5, 4, 9;", lambda a: (a >> 4) & 511),
+        ("bfi.b32 %r6, %r1, %r5, 8, 3;", lambda a: a & ~np.uint32(0x700) | (np.arange(32, dtype=np.uint32) & 7) << 8),
         ("lop3.b32 %r6, %r5, %r1, 12, 0x78;", lambda a: a ^ (np.arange(32, dtype=np.uint32) & 12)),
         ("prmt.b32 %r6, %r5, %r1, 0x4321;", lambda a: (a >> 8) | (np.arange(32, dtype=np.uint32) << 24)),
         ("prmt.b32 %r6, %r5, 0, 0x1032;", lambda a: (a >> 16) | (a << 16)),

@@ -1,0 +1,198 @@
+"""The data-driven kernel: what NVRTC makes of direct.cu, run by the interpreter, against float64 on drawn convolutions."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pytest
+from conv_cases import EPILOGUES, Case, cases, fill
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from sparsedeploy.devices import find
+from sparsedeploy.errors import MachineError
+from sparsedeploy.layer import Geometry, Precision
+from sparsedeploy.plugins import direct, epilogue, kernel_named
+from sparsedeploy.plugins.assemble import assemble
+from sparsedeploy.plugins.baked.interpret import run_plan
+from sparsedeploy.plugins.csr import CSR
+from sparsedeploy.plugins.direct import Tiling, choose, with_code
+from sparsedeploy.plugins.kernel import BuildOptions, Built
+from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.plugins.packed import PACKED
+from sparsedeploy.plugins.reference import conv2d
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the compiler wheels exist for Linux only")
+
+DEVICE_OF = {53: find("jetson-nano"), 80: find("a100"), 90: find("h200")}
+ROUNDING = {"fp32": 2.0**-24, "fp16": 2.0**-11}
+SLACK = 8
+"""Roundings of the size of the sum of magnitudes: partial sums of mixed signs stay far below it."""
+
+
+def options(precision: Precision = "fp32", arch: int = 90, batch: int = 1) -> BuildOptions:
+    return BuildOptions(precision, batch, (arch,))
+
+
+def build(name: str, case: Case, how: BuildOptions, tiling: Tiling | None = None) -> SparseConv:
+    kernel, device = kernel_named(name), DEVICE_OF[how.archs[0]]
+    if tiling is None:
+        return kernel.build(case.layer, case.weight, case.bias, device, {}, how).node
+    bare = kernel.build(case.layer, case.weight, case.bias, device, {}, replace(how, archs=()))
+    places = (PACKED if name == "packed" else CSR).places(bare.node)
+    return with_code(bare, cast("direct.Format", name), places, device, how, tiling).node
+
+
+def run(node: SparseConv, case: Case) -> NDArray[np.float64]:
+    x = case.x.astype(np.float32 if node.precision == "fp32" else np.float16)
+    return run_plan(node.plan, node.images, node.precision, x, case.residual, node.constants, case.geometry).astype(
+        np.float64
+    )
+
+
+def check(node: SparseConv, case: Case) -> None:
+    """Each pixel within SLACK roundings of its sum of magnitudes; inputs as the kernel sees them."""
+    element = np.float32 if node.precision == "fp32" else np.float16
+    weight, bias = kernel_named(node.kernel).unpack(node)
+    if node.precision == "fp16":
+        weight = weight.astype(np.float16).astype(np.float32)
+    x = case.x.astype(element)
+    residual = None if case.residual is None else case.residual.astype(element)
+    expected = epilogue.apply(case.layer.epilogue, conv2d(x, weight, bias, case.geometry), residual)
+    magnitude = conv2d(np.abs(x), np.abs(weight), None if bias is None else np.abs(bias), case.geometry)
+    magnitude += 0 if residual is None else np.abs(residual.astype(np.float64))
+    error = np.abs(run(node, case) - expected)
+    tolerance = SLACK * ROUNDING[node.precision] * magnitude + 1e-7
+    assert (error <= tolerance).all(), f"worst at {np.unravel_index(np.argmax(error - tolerance), error.shape)}"
+
+
+@settings(max_examples=14, derandomize=True, deadline=None)
+@given(case=cases(), name=st.sampled_from(["packed", "csr"]), arch=st.sampled_from([53, 80, 90]))
+def test_drawn_convolutions_in_fp32(case: Case, name: str, arch: int) -> None:
+    check(build(name, case, options("fp32", arch, len(case.x))), case)
+
+
+@settings(max_examples=8, derandomize=True, deadline=None)
+@given(case=cases(), name=st.sampled_from(["packed", "csr"]))
+def test_drawn_convolutions_in_fp16(case: Case, name: str) -> None:
+    check(build(name, case, options("fp16", 80, len(case.x))), case)
+
+
+MAP = Geometry(oc=12, ic=10, kh=3, kw=3, h=9, w=8, pads=(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("tiling", "precision"),
+    [
+        (Tiling(MAP, 1, 2, 3, 8, 1, 2, 2, 4, 2), "fp32"),  # a cluster of 4 ranges of input channels
+        (Tiling(MAP, 1, 2, 5, 8, 1, 4, 1, 2, 2), "fp32"),  # several stages in each rank
+        (Tiling(MAP, 2, 2, 5, 8, 1, 2, 4, 1, 4), "fp32"),  # images side by side, the last one missing
+        (Tiling(MAP, 1, 3, 3, 5, 1, 2, 8, 1, 10), "fp32"),  # column tiles that end inside
+        (Tiling(MAP, 1, 2, 2, 8, 2, 2, 4, 1, 3), "fp32"),  # two warps a set
+        (Tiling(MAP, 1, 2, 3, 8, 1, 2, 2, 2, 5, "rows"), "fp16"),
+        (Tiling(MAP, 1, 2, 5, 8, 1, 2, 4, 2, 5, "images"), "fp16"),
+        (Tiling(MAP, 1, 2, 5, 8, 1, 2, 4, 1, 5), "fp16"),  # fp16 data, fp32 sums
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else f"{value.splits}x{value.stage}-{value.pairs}",
+)
+def test_tilings(tiling: Tiling, precision: Precision) -> None:
+    case = fill(MAP, EPILOGUES[2], 300, 3, 7)
+    check(build("csr", case, options(precision), tiling), case)
+
+
+def test_packed_runs_any_height_and_width() -> None:
+    case = fill(MAP, EPILOGUES[1], 200, 2, 3)
+    node = build("packed", case, options())
+    g = MAP.model_copy(update={"h": 13, "w": 11})
+    x = np.random.default_rng(0).standard_normal((2, g.ic, g.h, g.w)).astype(np.float32)
+    weight, bias = PACKED.unpack(node)
+    expected = epilogue.apply(case.layer.epilogue, conv2d(x, weight, bias, g))
+    got = run_plan(node.plan, node.images, "fp32", x, None, node.constants, g)
+    assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_results_are_equal_from_run_to_run() -> None:
+    case = fill(MAP, EPILOGUES[1], 400, 1, 5)
+    node = build("csr", case, options(), Tiling(MAP, 1, 2, 3, 8, 1, 2, 2, 4, 2))
+    assert np.array_equal(run(node, case), run(node, case))
+
+
+def test_nan_and_infinity_reach_only_what_their_weights_touch() -> None:
+    case = fill(MAP, EPILOGUES[1], 60, 1, 5)
+    case.x[0, 4, 4, 4] = np.nan
+    case.x[0, 5, 0, 0] = np.inf
+    node = build("csr", case, options())
+    with np.errstate(invalid="ignore"):
+        expected = CSR.reference(node, case.x)
+    assert np.array_equal(np.isnan(run(node, case)), np.isnan(expected))
+
+
+@pytest.mark.parametrize("arch", [53, 75, 80, 86, 87, 89, 90, 120])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_target_assembles_and_keeps_sums_in_registers(arch: int, precision: Precision) -> None:
+    case = fill(MAP.model_copy(update={"oc": 64, "ic": 32}), EPILOGUES[4], 1500, 1, 1)
+    device = DEVICE_OF.get(arch, find("a100"))
+    node = PACKED.build(case.layer, case.weight, case.bias, device, {}, options(precision, arch)).node
+    # Some bytes around the division of the prologue are ptxas's choice; a spilled sum would be hundreds.
+    assert assemble(node.images[0].data, arch).spill_bytes <= 16
+
+
+def test_node_with_code_survives_its_fields_and_keeps_its_weights() -> None:
+    case = fill(MAP, EPILOGUES[2], 300, 1, 7)
+    for kernel in (PACKED, CSR):
+        node = kernel.build(case.layer, case.weight, case.bias, DEVICE_OF[80], {}, options("fp32", 80)).node
+        bare = kernel.build(case.layer, case.weight, case.bias, DEVICE_OF[80], {}, BuildOptions("fp32")).node
+        assert node.executable
+        assert not bare.executable
+        back = SparseConv.from_fields(node.fields(), node.constants)
+        assert back.plan == node.plan
+        assert back.images == node.images
+        for a, b in zip(kernel.unpack(back), kernel.unpack(bare), strict=True):
+            assert a is not None
+            assert b is not None
+            np.testing.assert_array_equal(a, b)
+
+
+def test_table_gives_every_nonzero_to_exactly_one_slot() -> None:
+    g = Geometry(oc=24, ic=600, kh=1, kw=3, h=5, w=6, pads=(0, 1, 0, 1))
+    case = fill(g, EPILOGUES[0], 2000, 1, 9)
+    bare = PACKED.build(case.layer, case.weight, None, DEVICE_OF[90], {}, BuildOptions("fp32")).node
+    tiling = Tiling(g, 1, 1, 5, 6, 1, 4, 2, 4, 40)
+    table, stages, capacity = direct.make_table(tiling, "packed", PACKED.places(bare))
+    chunks, slot_ints = stages * 4, 2 + 3 * stages
+    record = 2 * chunks + 4 * 8 * slot_ints + 8
+    assert table.size == 3 * record
+    covered = np.zeros(2000, np.int64)
+    for block in table.reshape(3, record):
+        slots = block[2 * chunks : -8].reshape(4, 8, slot_ints)
+        assert (np.sort(slots[:, :, 0], axis=1) == np.arange(8)).all()
+        for begin, end, _ in slots[:, :, 2:].reshape(-1, 3):
+            assert 0 <= end - begin <= capacity
+            covered[begin:end] += 1
+    assert (covered == 1).all()
+
+
+def test_predictions_rank_tilings_and_no_cluster_is_chosen_for_older_devices() -> None:
+    g = Geometry(oc=512, ic=512, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
+    hopper, guess = choose(g, 235_000, find("h200"), 1, "fp32", clusters=True)
+    ampere, _ = choose(g, 235_000, find("a100"), 1, "fp32", clusters=False)
+    assert hopper.splits > 1
+    assert ampere.splits == 1
+    assert 1.5 < guess.us < 20
+    assert hopper.shared_bytes(hopper.stages(512), 100) <= 227 * 1024
+
+
+def test_node_keeps_weights_alone_where_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MachineError("libnvrtc.so.12 was not found")
+
+    monkeypatch.setattr(direct, "compile_cuda", refuse)
+    case = fill(MAP, EPILOGUES[0], 30, 1, 7)
+    built: Built = CSR.build(case.layer, case.weight, None, DEVICE_OF[80], {}, options("fp32", 80))
+    assert not built.node.executable
+    assert "weights alone: libnvrtc.so.12 was not found" in built.notes[-1]
+    CSR.unpack(built.node)
