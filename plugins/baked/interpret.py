@@ -758,8 +758,10 @@ class _Decoder:
             return self.simple(ins, kind, lambda a, b: np.multiply(a, b, dtype=big), wide)
         if "hi" in mods:
             big, bits = _NUMPY[f"{kind[0]}64"], int(kind[1:])
+            if kind == "u64":
+                return self.simple(ins, kind, _high_product)
             if bits > 32:
-                raise NotImplementedError("64-bit high products")
+                raise NotImplementedError("signed 64-bit high products")
             return self.simple(ins, kind, lambda a, b: (np.multiply(a, b, dtype=big) >> big(bits)).astype(_NUMPY[kind]))
         return self.simple(ins, kind, np.multiply)
 
@@ -1329,6 +1331,14 @@ def _prmt(a: Array, b: Array, selector: Array) -> Array:
         chosen = np.where(nibble & np.uint32(8) != 0, sign, byte).astype(np.uint32)
         out |= chosen << np.uint32(8 * k)
     return out
+
+
+def _high_product(a: Array, b: Array) -> Array:
+    """Upper half of the 128-bit products of uint64."""
+    half, low = np.uint64(32), np.uint64(2**32 - 1)
+    a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
+    middle = a1 * b0 + ((a0 * b0) >> half)
+    return np.asarray(a1 * b1 + (middle >> half) + ((a0 * b1 + (middle & low)) >> half))
 
 
 def _int_div(a: Array, b: Array) -> Array:

@@ -58,6 +58,8 @@ STORE = "\n  st.global.u32 [%d2], %r6;"
         ("sub.s32 %r6, 5, %r5;", lambda a: np.uint32(5) - a),
         ("mul.lo.u32 %r6, %r5, %r5;", lambda a: a * a),
         ("mul.hi.u32 %r6, %r5, 1000003;", lambda a: (a.astype(np.uint64) * 1000003 >> 32).astype(np.uint32)),
+        ("cvt.u64.u32 %d5, %r5; mul.lo.s64 %d5, %d5, 5000000029; mul.hi.u64 %d6, %d5, %d5; cvt.u32.u64 %r6, %d6;",
+         lambda a: [(int(v) * 5000000029 % 2**64) ** 2 >> 64 & 0xFFFFFFFF for v in a]),
         ("mad.lo.s32 %r6, %r5, 3, %r1;", lambda a: a * 3 + np.arange(32, dtype=np.uint32)),
         ("div.u32 %r6, %r5, 7;", lambda a: a // 7),
         ("rem.u32 %r6, %r5, 7;", lambda a: a % 7),
