@@ -219,7 +219,7 @@ def _deal(loads: Longs, bins: int, room: int) -> list[list[int]]:
     return groups
 
 
-def _blocks_of_channels(tiling: Tiling, nonzeros: Nonzeros) -> list[tuple[int, int, list[int]]]:
+def blocks_of_channels(tiling: Tiling, nonzeros: Nonzeros) -> list[tuple[int, int, list[int]]]:
     """(first group, last group, output channels) of each block of output channels."""
     g = tiling.geometry
     per_oc = g.oc // g.group
@@ -243,7 +243,7 @@ def make_table(tiling: Tiling, fmt: Format, nonzeros: Nonzeros) -> tuple[NDArray
     key = nonzeros.row * (g.ic + 1) + nonzeros.ic
     capacity = 2
     words: list[int] = []
-    for first, last, members in _blocks_of_channels(tiling, nonzeros):
+    for first, last, members in blocks_of_channels(tiling, nonzeros):
         splits = [parts + [(parts[-1][0] + parts[-1][1], 0)] * (stages - len(parts)) if parts else [(first * per_ic, 0)] * stages
                   for parts in tiling.chunks(first, last, nonzeros.block_ic)]  # fmt: skip
         for parts in splits:
@@ -469,7 +469,7 @@ def with_code(
                 record["assemble_s"] += assembled.seconds
     except MachineError as error:
         return replace(built, notes=(*built.notes, f"{node.layer}: no code, weights alone: {error}"))
-    blocks = len(_blocks_of_channels(tiling, nonzeros))
+    blocks = len(blocks_of_channels(tiling, nonzeros))
     plan = make_plan(tiling, fmt, node.epilogue, options.precision, blocks, tiling.shared_bytes(stages, capacity))
     node = replace(node, constants=(*node.constants, table), plan=plan, images=tuple(images))
     return replace(built, node=node, record=record)
