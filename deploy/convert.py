@@ -219,7 +219,7 @@ def _lower(request: Request, reading: Reading, newest: int) -> None:
     was = model.opset()
     lower_opset(model, newest)
     feeds = random_feeds(model, reading.inputs, request.seed)
-    difference = compare_in_ort(before, model.proto, feeds)
+    difference = compare_in_ort(before, model.proto, feeds, model.base_dir)
     if not difference <= LOWERING_TOLERANCE:
         raise CheckFailed(
             f"{request.model}: lowering opset {was} to {newest} changed an output by {difference:.3g} of its largest value. "
