@@ -357,11 +357,13 @@ def _other(number: int, line: str, piece: _PieceState) -> None:
     if re.match(r"(?:@!?%\w+ )?(?:bra|brx|ret|exit|call)\b", text) or text.endswith(":"):
         piece.finished = True
         return
-    if match := _WRITES.match(text):
-        if match.group(1) == "%w" and text.startswith("ld.shared.b32 %w, [%r6+"):  # another block's sums
-            piece.finished = True
-            return
-        _fail(number, line, f"{match.group(1)} is written in a way that is not accounted for")
+    match = _WRITES.match(text)
+    if match is None or (match.group(1) == "%b" and piece.stage is None):
+        return  # a thread's place is found ahead of the first stage
+    if match.group(1) == "%w" and text.startswith("ld.shared.b32 %w, [%r6+"):  # another block's sums
+        piece.finished = True
+        return
+    _fail(number, line, f"{match.group(1)} is written in a way that is not accounted for")
 
 
 def _single(bits: int) -> float:
