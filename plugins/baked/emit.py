@@ -24,7 +24,7 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
                cp.async.wait_group K                   (sm_80 and later; a copy is visible after wait_group and bar.sync)
   dependent    griddepcontrol.launch_dependents  griddepcontrol.wait   (sm_90 and later)
   cluster      barrier.cluster.arrive.aligned  barrier.cluster.wait.aligned  mapa.shared::cluster.u32 %r, %addr, RANK
-               st.shared::cluster.{f32,b32}            (sm_90 and later; the cluster lies along x, rank = ctaid.x % splits)
+               st.shared::cluster.{f32,b32}            (sm_90 and later; the cluster lies along x, rank = ctaid.x % cluster)
   floats       fma.rn.f32 add.f32 mul.f32 max.f32 min.f32 (immediates `0fXXXXXXXX`)
   halves       fma.rn.f16x2 (weight: %w, both halves equal)  mov.b32 {%h,%h} <-> %r  cvt.f32.f16 cvt.rn.f16.f32
                prmt.b32
@@ -217,8 +217,6 @@ class _Writer:
         self.op(f"div.u32 %r5, %r5, {s.strip}", f"mul.lo.u32 %r5, %r5, {s.rows * g.stride[0]}")
         for slot in range(s.slots):
             self._loader(slot)
-        self._clear()
-        self._pixel()
         if s.combine == "cluster" and not self.aliased:
             self.op("barrier.cluster.arrive.aligned")
         if s.dependent:
@@ -323,13 +321,16 @@ class _Writer:
         s = self.s
         self.note(f"piece {piece.group} {piece.split} ic={piece.ic[0]}..{piece.ic[1]} oc={_list(piece.oc)}")
         members = set(piece.oc)
+        channels = range(*piece.ic)
+        stages = [channels[i : i + s.stage_channels] for i in range(0, len(channels), s.stage_channels)]
+        self._start_loads(stages)
+        self._clear()
+        self._pixel()
         for oc in piece.oc:
             bias = float(self.bias[oc]) if self.bias is not None and piece.split == 0 else 0.0
             for j in range(s.rows):
                 start = pair_literal(bias) if s.mode == "h2" else float_literal(bias)
                 self.op(f"mov.{'b32' if s.mode == 'h2' else 'f32'} %a{oc * s.rows + j}, {start}")
-        channels = range(*piece.ic)
-        stages = [channels[i : i + s.stage_channels] for i in range(0, len(channels), s.stage_channels)]
         if s.asynchronous:
             self._async_stages(stages, members)
         else:
@@ -344,11 +345,17 @@ class _Writer:
                     self._finish(oc, j, f"%a{oc * s.rows + j}")
         self.op("ret")
 
+    def _start_loads(self, stages: Sequence[Sequence[int]]) -> None:
+        """First loads ahead of all that does not need them: their latency is a small batch's time."""
+        s = self.s
+        if s.asynchronous:
+            for stage in range(min(s.ring - 1, len(stages))):
+                self._copy_async(stages[stage], stage)
+        elif stages:
+            self._fetch(stages[0])
+
     def _async_stages(self, stages: Sequence[Sequence[int]], members: set[int]) -> None:
         s = self.s
-        ahead = min(s.ring - 1, len(stages))
-        for stage in range(ahead):
-            self._copy_async(stages[stage], stage % s.ring)
         for i, stage_channels in enumerate(stages):
             issued = min(len(stages), i + s.ring - 1)
             self.op(f"cp.async.wait_group {issued - i - 1}", "bar.sync 0")
@@ -378,7 +385,6 @@ class _Writer:
         s = self.s
         if not stages:
             return
-        self._fetch(stages[0])
         self._put(stages[0], 0)
         self.op("bar.sync 0")
         for i, stage_channels in enumerate(stages):
@@ -545,11 +551,17 @@ class _Writer:
         self.op(*(barrier if self.aliased else barrier[1:]), "shl.b32 %r6, %r1, 2", "add.s32 %r6, %r6, %r15")
         if not self.aliased:
             self.op(f"add.s32 %r6, %r6, {s.ring_bytes}")
+        if s.mates > 1:  # rank of the first split of this tile
+            self.op("mov.u32 %r9, %ctaid.x", f"rem.u32 %r9, %r9, {s.cluster}", f"div.u32 %r9, %r9, {s.splits}", f"mul.lo.u32 %r9, %r9, {s.splits}")
         for owner in range(s.splits):
             mine = piece.oc[owner * share : (owner + 1) * share]
             if owner == piece.split or not mine:
                 continue
-            self.op(f"mapa.shared::cluster.u32 %r7, %r6, {owner}")
+            rank = str(owner)
+            if s.mates > 1:
+                self.op(f"add.s32 %r8, %r9, {owner}")
+                rank = "%r8"
+            self.op(f"mapa.shared::cluster.u32 %r7, %r6, {rank}")
             for i, oc in enumerate(mine):
                 for j in range(s.rows):
                     self.op(f"st.shared::cluster.{kind} [%r7+{self._slot(piece.split, share, i, j)}], %a{oc * s.rows + j}")

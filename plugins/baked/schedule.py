@@ -76,6 +76,9 @@ class Schedule:
     splits: int = 1
     """Ranges of input channels, each its own piece."""
     combine: Combine = "none"
+    mates: int = 1
+    """Blocks of one piece, on neighbouring tiles, that form a cluster: they share a GPC, whose instruction cache then
+    fetches their code once (sm_90 and later)."""
     pixels: int = 256
     """Threads of a block that have a pixel."""
     rows: int = 1
@@ -126,6 +129,15 @@ class Schedule:
     def threads(self) -> int:
         """Threads per block, whole warps."""
         return -(-self.pixels // 32) * 32
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster: the splits that are summed in it, times the mates."""
+        return self.mates * (self.splits if self.combine == "cluster" else 1)
+
+    def grid_x(self) -> Expr:
+        """Blocks along x: tiles, rounded up to whole clusters, times splits."""
+        return self.tiles().ceil_div(self.mates) * (self.mates * self.splits)
 
     def tiles(self) -> Expr:
         """Tiles over the batch."""
