@@ -20,6 +20,7 @@ from sparsedeploy.converters.fuse import ConvUnit, find_units
 from sparsedeploy.converters.graph import Graph, Model, attribute, bodies, node_label
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.shapes import infer_shapes, resolve_inputs
+from sparsedeploy.converters.widen import convolution_types, to_fp32
 from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Dim, Epilogue, Geometry, Precision, Reason, Zeros
@@ -27,6 +28,12 @@ from sparsedeploy.plugins import KERNELS
 
 DUST = 1e-6
 """Weights below this share of the largest are called near zero."""
+_FOREIGN: dict[Precision, frozenset[int]] = {
+    "fp32": frozenset({TensorProto.DOUBLE, TensorProto.BFLOAT16, TensorProto.FLOAT16}),
+    "fp16": frozenset({TensorProto.DOUBLE, TensorProto.BFLOAT16}),
+}
+"""Types of convolutions that are made fp32 when a model is read for a precision."""
+_CONVOLUTIONS = ("Conv", "ConvTranspose", "ConvInteger", "QLinearConv")
 _FLOAT_TYPES = {
     TensorProto.FLOAT: "fp32",
     TensorProto.FLOAT16: "fp16",
@@ -75,12 +82,17 @@ def read(
     model = load(path)
     inputs = resolve_inputs(model, given or {}, batch)
     folding = fold_constants(model, quantized)
+    stored = [_stored_type(model.graph, node) for node in _convolutions(model)]
+    to_fp32(model, convolution_types(model) & _FOREIGN[precision])
     fold_batchnorm(model)
     shapes = infer_shapes(model, inputs)
     units = find_units(model, shapes)
     named = dict(zip(unit_names(units), units, strict=True))
-    layers = [_describe(model, name, unit, shapes, folding, device, precision) for name, unit in named.items()]
-    layers += _other_convolutions(model, {id(unit.conv) for unit in units}, set(named), shapes)
+    # Folding and Casts change neither the convolutions nor their order.
+    types = _Stored(_convolutions(model), stored)
+    facts = _Facts(model, shapes, folding, types, device, precision)
+    layers = [_describe(facts, name, unit) for name, unit in named.items()]
+    layers += _other_convolutions(model, {id(unit.conv) for unit in units}, set(named), shapes, types)
     if not layers:
         raise InputError(
             f"{path}: the model has no convolution, so there is nothing sparsedeploy could run sparse. "
@@ -88,6 +100,42 @@ def read(
         )
     size = next((shape[0] for shape in inputs.values() if shape), batch or 1)
     return Reading(model, file_hash(path), inputs, batch or size, shapes, tuple(layers), named)
+
+
+class _Stored:
+    """The types of weights as the file has them, by convolution."""
+
+    def __init__(self, nodes: list[NodeProto], types: list[str]) -> None:
+        self.nodes = nodes  # held: an id means nothing once its object is gone
+        self.types = {id(node): dtype for node, dtype in zip(nodes, types, strict=True)}
+
+    def get(self, node: NodeProto) -> str:
+        """fp32, fp16, bf16, fp64, int8 ...; unknown for a weight that is not constant."""
+        return self.types.get(id(node), "unknown")
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What describing a convolution needs to know."""
+
+    model: Model
+    shapes: Mapping[str, tuple[Dim, ...]]
+    folding: Folding
+    stored: _Stored
+    device: Device
+    precision: Precision
+
+
+def _convolutions(model: Model) -> list[NodeProto]:
+    return [node for node in model.proto.graph.node if node.op_type in _CONVOLUTIONS]
+
+
+def _stored_type(graph: Graph, node: NodeProto) -> str:
+    tensor = graph.initializers.get(node.input[1]) if len(node.input) > 1 else None
+    if tensor is None:
+        return "unknown"
+    kind = int(tensor.data_type)
+    return _FLOAT_TYPES.get(kind, TensorProto.DataType.Name(kind).lower())
 
 
 def stored_precision(path: Path) -> Precision:
@@ -145,16 +193,9 @@ def count_zeros(weight: NDArray[np.generic], group: int) -> Zeros:
     )
 
 
-def _describe(
-    model: Model,
-    name: str,
-    unit: ConvUnit,
-    shapes: Mapping[str, tuple[Dim, ...]],
-    folding: Folding,
-    device: Device,
-    precision: Precision,
-) -> ConvLayer:
-    graph, conv = model.graph, unit.conv
+def _describe(facts: _Facts, name: str, unit: ConvUnit) -> ConvLayer:
+    shapes, folding = facts.shapes, facts.folding
+    graph, conv = facts.model.graph, unit.conv
     x, y = shapes.get(conv.input[0], ()), shapes.get(conv.output[0], ())
     reasons: list[Reason] = []
     zeros, dtype, shape = None, "unknown", tuple(int(d) for d in shapes.get(conv.input[1], ()) if isinstance(d, int))
@@ -171,10 +212,7 @@ def _describe(
     else:
         weight = graph.array(unit.weight)
         assert weight is not None
-        dtype, shape = (
-            _FLOAT_TYPES.get(tensor.data_type, TensorProto.DataType.Name(tensor.data_type).lower()),
-            weight.shape,
-        )
+        dtype, shape = facts.stored.get(conv), weight.shape
         if tensor.data_type in _FLOAT_TYPES:
             zeros = count_zeros(weight, group)
         else:
@@ -191,7 +229,7 @@ def _describe(
     )  # fmt: skip
     if layer.ineligible:
         return layer
-    refusals = [kernel.supports(layer, device, precision) for kernel in KERNELS]
+    refusals = [kernel.supports(layer, facts.device, facts.precision) for kernel in KERNELS]
     if all(refusals):
         return layer.model_copy(update={"ineligible": tuple(reason for reason in refusals if reason)})
     return layer
@@ -247,13 +285,13 @@ def _spell(shape: Iterable[Dim]) -> str:
 
 
 def _other_convolutions(
-    model: Model, seen: set[int], names: set[str], shapes: Mapping[str, tuple[Dim, ...]]
+    model: Model, seen: set[int], names: set[str], shapes: Mapping[str, tuple[Dim, ...]], stored: _Stored
 ) -> list[ConvLayer]:
     """Convolutions that are no units: transposed, quantised operators, and everything inside If and Loop bodies."""
     found: list[ConvLayer] = []
     graph = model.graph
     for node, path in _walk(model.proto.graph.node, ""):
-        if id(node) in seen or node.op_type not in ("Conv", "ConvTranspose", "ConvInteger", "QLinearConv"):
+        if id(node) in seen or node.op_type not in _CONVOLUTIONS:
             continue
         if path:
             reason = Reason(code="in-body", text=f"inside {path}")
@@ -270,7 +308,7 @@ def _other_convolutions(
                 name=name if name not in names else f"{name}:{node.output[0]}",
                 weight=node.input[1] if len(node.input) > 1 else "",
                 op=node.op_type,
-                **_weight_facts(graph, node, shapes),
+                **_weight_facts(graph, node, shapes, stored),
                 input_shape=shapes.get(node.input[0], ()),
                 output_shape=shapes.get(node.output[0], ()),
                 epilogue=Epilogue(),
@@ -294,7 +332,9 @@ class _WeightFacts(TypedDict):
     zeros: Zeros | None
 
 
-def _weight_facts(graph: Graph, node: NodeProto, shapes: Mapping[str, tuple[Dim, ...]]) -> _WeightFacts:
+def _weight_facts(
+    graph: Graph, node: NodeProto, shapes: Mapping[str, tuple[Dim, ...]], stored: _Stored
+) -> _WeightFacts:
     """dtype, shape and zeros of a weight that no kernel runs: counted all the same, where it is a constant float."""
     shape = _weight_shape(graph, node, shapes)
     tensor = graph.initializers.get(node.input[1]) if len(node.input) > 1 else None
@@ -305,7 +345,9 @@ def _weight_facts(graph: Graph, node: NodeProto, shapes: Mapping[str, tuple[Dim,
     group = int(attribute(node, "group", 1))  # type: ignore[call-overload]
     if node.op_type == "ConvTranspose":  # its weight is [ic, oc // group, ...]
         weight, group = weight.swapaxes(0, 1), 1
-    return _WeightFacts(dtype=_FLOAT_TYPES[tensor.data_type], shape=shape, zeros=count_zeros(weight, group))
+    dtype = stored.get(node)  # a node in a body has no entry
+    dtype = _FLOAT_TYPES[tensor.data_type] if dtype == "unknown" else dtype
+    return _WeightFacts(dtype=dtype, shape=shape, zeros=count_zeros(weight, group))
 
 
 def _walk(nodes: Iterable[NodeProto], path: str) -> Iterable[tuple[NodeProto, str]]:
