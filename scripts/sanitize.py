@@ -1,0 +1,163 @@
+"""Every kernel under compute-sanitizer: memcheck, racecheck, initcheck, synccheck, on layers small enough for its pace.
+
+    python scripts/sanitize.py prepare FOLDER            builds the nodes (compiler wheels, no GPU)
+    python scripts/sanitize.py run FOLDER [--tools ...]  runs them under each tool (GPU, compute-sanitizer, no compiler)
+    python scripts/sanitize.py both FOLDER               one after the other
+
+Exit code 1 when a tool reports an error or a result is wrong, 3 when compute-sanitizer is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparsedeploy.devices import find
+from sparsedeploy.errors import SparseDeployError
+from sparsedeploy.layer import ConvLayer, Epilogue, Geometry, Precision, Zeros
+from sparsedeploy.plugins import KERNELS, direct, epilogue, kernel_named
+from sparsedeploy.plugins.csr import CSR
+from sparsedeploy.plugins.direct import Tiling
+from sparsedeploy.plugins.kernel import BuildOptions
+from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.plugins.reference import conv2d
+
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TOLERANCE = {"fp32": 2e-6, "fp16": 1e-2}
+"""Largest relative L2 error; a sanitizer run checks memory, the tests check numbers."""
+
+FUSED = Epilogue(bias=True, activation="clip", low=0.0, high=6.0, residual="before_activation")
+LAYERS = (
+    (Geometry(oc=32, ic=24, kh=3, kw=3, h=14, w=14, pads=(1, 1, 1, 1)), Epilogue(bias=True, activation="relu")),
+    (Geometry(oc=24, ic=32, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1)), FUSED),
+    (Geometry(oc=16, ic=3, kh=7, kw=7, h=21, w=19, stride=(2, 2), pads=(3, 3, 2, 3)), Epilogue()),
+    (Geometry(oc=12, ic=20, kh=1, kw=1, h=9, w=5), FUSED),
+    (Geometry(oc=8, ic=8, kh=3, kw=3, h=10, w=12, pads=(2, 2, 2, 2), dilation=(2, 2), group=4), Epilogue()),
+)
+CLUSTERED = Geometry(oc=16, ic=16, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
+
+
+def make_layer(g: Geometry, e: Epilogue, weight: np.ndarray[Any, np.dtype[np.float32]]) -> ConvLayer:
+    """The layer as scan would describe it."""
+    per_channel = np.count_nonzero(weight.reshape(len(weight), -1), axis=1)
+    nnz = int(per_channel.sum())
+    spread = (int(per_channel.min()), float(np.median(per_channel)), int(per_channel.max()))
+    zeros = Zeros(
+        nnz=nnz, total=weight.size, nnz_per_channel=spread, empty_filters=0, empty_inputs=0, near_zero=0, two_four=False,
+        sparsity=1 - nnz / weight.size,
+    )  # fmt: skip
+    return ConvLayer(
+        name="sanitize", weight="w", dtype="fp32", shape=g.weight_shape, geometry=g, zeros=zeros, epilogue=e
+    )
+
+
+def build_nodes() -> list[tuple[str, SparseConv, int]]:
+    """(name, node, batch): every kernel that ships code, both precisions, batch 1 and 3."""
+    device, rng, nodes = find("h200"), np.random.default_rng(0), []
+    precisions: tuple[Precision, ...] = ("fp32", "fp16")
+    for number, (g, e) in enumerate(LAYERS):
+        weight = rng.standard_normal(g.weight_shape).astype(np.float16).astype(np.float32)
+        weight[rng.random(g.weight_shape) < 0.8] = 0
+        bias = rng.standard_normal(g.oc).astype(np.float32) if e.bias else None
+        layer = make_layer(g, e, weight)
+        for kernel in KERNELS:
+            for precision in precisions:
+                if kernel.supports(layer, device, precision) is not None:
+                    continue
+                for n in (1, 3):
+                    config, _ = kernel.configs(layer, device, precision, n)[0]
+                    node = kernel.build(layer, weight, bias, device, config, BuildOptions(precision, n, (90,))).node
+                    if node.executable:
+                        nodes.append((f"{kernel.name} layer {number} {precision} N={n}", node, n))
+    weight = rng.standard_normal(CLUSTERED.weight_shape).astype(np.float16).astype(np.float32)
+    layer = make_layer(CLUSTERED, Epilogue(), weight)
+    bare = CSR.build(layer, weight, None, device, {}, BuildOptions("fp32"))
+    tiling = Tiling(CLUSTERED, 1, 4, 2, 7, 1, 4, 2, 4, 2)
+    options = BuildOptions("fp32", 1, (90,))
+    clustered = direct.with_code(bare, "csr", CSR.places(bare.node), device, options, tiling).node
+    return [*nodes, ("csr in clusters of 4", clustered, 2)]
+
+
+def run_nodes(folder: Path) -> int:
+    """Run every node once and compare; what runs inside of the sanitizer."""
+    from sparsedeploy.plugins.host import DeviceArray, Runner, cuda_driver
+
+    nodes: list[tuple[str, SparseConv, int]] = pickle.loads((folder / "nodes.pickle").read_bytes())
+    wrong = 0
+    for name, node, n in nodes:
+        g, rng = node.geometry, np.random.default_rng(1)
+        element = np.float32 if node.precision == "fp32" else np.float16
+        x = rng.standard_normal((n, g.ic, g.h, g.w)).astype(element)
+        residual = rng.standard_normal((n, g.oc, g.oh, g.ow)).astype(element) if node.has_residual else None
+        runner = Runner(node)
+        driver = cuda_driver()
+        on_device = DeviceArray(driver, x.shape, node.precision).upload(x)
+        extra = None if residual is None else DeviceArray(driver, residual.shape, node.precision).upload(residual)
+        y = runner.run(on_device, extra).numpy().astype(np.float64)
+        weight, bias = kernel_named(node.kernel).unpack(node)
+        expected = epilogue.apply(node.epilogue, conv2d(x, weight, bias, g), residual)
+        error = float(np.linalg.norm(y - expected) / np.linalg.norm(expected))
+        if not error < TOLERANCE[node.precision]:
+            wrong += 1
+            print(f"WRONG {name}: relative error {error:.2e}")
+        runner.close()
+    print(f"{len(nodes)} nodes run, {wrong} wrong")
+    return int(wrong > 0)
+
+
+def run_tools(folder: Path, tools: list[str]) -> int:
+    """Each tool over all nodes; prints a line per tool and the first reports of those that found something."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        print(
+            "compute-sanitizer is not on the PATH: install it with the CUDA toolkit, or add its folder to PATH",
+            file=sys.stderr,
+        )
+        return 3
+    failed = False
+    for tool in tools:
+        started = time.perf_counter()
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, "child", str(folder)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        text = result.stdout + result.stderr
+        summary = "; ".join(re.findall(r"(?:ERROR|RACECHECK) SUMMARY: ([^\n]*)", text)) or "no summary"
+        ran = "; ".join(re.findall(r"\d+ nodes run, \d+ wrong", text)) or "the nodes did not run"
+        print(f"{tool}: exit {result.returncode}, {summary}; {ran}; {time.perf_counter() - started:.0f} s", flush=True)
+        if result.returncode != 0:
+            failed = True
+            print("\n".join(text.splitlines()[:40]), flush=True)
+    return int(failed)
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("prepare", "run", "both", "child"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    options = parser.parse_args()
+    try:
+        if options.action == "child":
+            return run_nodes(options.folder)
+        if options.action in ("prepare", "both"):
+            options.folder.mkdir(parents=True, exist_ok=True)
+            nodes = build_nodes()
+            (options.folder / "nodes.pickle").write_bytes(pickle.dumps(nodes))
+            print(f"{len(nodes)} nodes")
+        return run_tools(options.folder, options.tools.split(",")) if options.action in ("run", "both") else 0
+    except SparseDeployError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
