@@ -47,6 +47,13 @@ DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"
 DEVICE void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 #endif
 
+#if __CUDA_ARCH__ >= 900
+#define OVERLAP 1
+// Programmatic dependent launch: the kernel ahead in the stream may still run until `previous_kernel_wait` returns.
+DEVICE void next_kernel_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
+
 #if SPLITS > 1
 DEVICE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
@@ -61,6 +68,12 @@ DEVICE void store_remote(void* mine, u32 rank, u32 value) {
 DEVICE u32 float_bits(float f) { return __float_as_uint(f); }
 DEVICE float bits_float(u32 u) { return __uint_as_float(u); }
 #endif  // SPARSEDEPLOY_SHIM
+
+#ifndef OVERLAP
+#define OVERLAP 0
+DEVICE void next_kernel_may_start() {}
+DEVICE void previous_kernel_wait() {}
+#endif
 
 #ifndef ASYNC
 #define ASYNC 0
@@ -320,11 +333,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) direct(
 #pragma unroll
     for (int j = 0; j < ROWS; ++j) sums[s][j] = ZERO_SUM;
 
+  // Weights are nobody's output: with overlap they are ready before the kernel ahead has ended, else they arrive beside the input.
   Fetched fetched;
+  u32* taps = buffers + STAGE * PLANE + set * (SLOTS * CAPACITY * 2);
+  next_kernel_may_start();
   fetch(&fetched, mine, 0, words, values, t);
+  if (OVERLAP) put(&fetched, taps, mine, 0, t);
+  previous_kernel_wait();
   fill(buffers, x, at, chunks[0], chunks[1], n, h, w, half, tid);
   copies_commit();
-  put(&fetched, buffers + STAGE * PLANE + set * (SLOTS * CAPACITY * 2), mine, 0, t);
+  if (!OVERLAP) put(&fetched, taps, mine, 0, t);
 #pragma unroll 1
   for (int stage = 0; stage < STAGES; ++stage) {
     u32* buffer = buffers + (stage & 1) * BUFFER_WORDS;

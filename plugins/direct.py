@@ -31,6 +31,7 @@ Longs = NDArray[np.int64]
 ENTRY = "direct"
 _BANKS = 32
 _CLUSTER_SM = 90
+"""First architecture with clusters and programmatic dependent launch."""
 
 
 @dataclass(frozen=True)
@@ -299,9 +300,12 @@ def source(tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision
 
 
 def make_plan(
-    tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision, blocks: int, shared_bytes: int
+    tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision, blocks: int, shared_bytes: int, overlap: bool
 ) -> Plan:
-    """One launch, for every N (and every H and W where the format allows)."""
+    """One launch, for every N (and every H and W where the format allows).
+
+    `overlap` lets it start before the op ahead ends; the code then waits by itself (sm_90 and later only).
+    """
     count = 2 if fmt == "packed" else 3
     # The format's arrays in the order of the kernel's parameters: packed has words first, csr indices then values.
     arrays = [0] if fmt == "packed" else [1, 2]
@@ -314,7 +318,7 @@ def make_plan(
     args += [Arg("N"), Arg("H"), Arg("W")]
     launch = Launch(
         ENTRY, (tiling.tiles() * tiling.splits, const(blocks), const(1)), (tiling.threads, 1, 1), tuple(args), shared_bytes,
-        cluster=tiling.splits,
+        cluster=tiling.splits, dependent=overlap,
     )  # fmt: skip
     return (Variant(precision, (launch,)),)
 
@@ -470,6 +474,8 @@ def with_code(
     except MachineError as error:
         return replace(built, notes=(*built.notes, f"{node.layer}: no code, weights alone: {error}"))
     blocks = len(blocks_of_channels(tiling, nonzeros))
-    plan = make_plan(tiling, fmt, node.epilogue, options.precision, blocks, tiling.shared_bytes(stages, capacity))
+    # An older image on a newer device would start early and not wait: overlap only where every image waits.
+    overlap, shared_bytes = min(options.archs) >= _CLUSTER_SM, tiling.shared_bytes(stages, capacity)
+    plan = make_plan(tiling, fmt, node.epilogue, options.precision, blocks, shared_bytes, overlap)
     node = replace(node, constants=(*node.constants, table), plan=plan, images=tuple(images))
     return replace(built, node=node, record=record)
