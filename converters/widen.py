@@ -13,7 +13,7 @@ import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 
 from sparsedeploy.converters.graph import Model, bodies, fresh_name, node_label, remove_nodes
-from sparsedeploy.converters.inference import Types, infer_types
+from sparsedeploy.converters.inference import infer_types
 from sparsedeploy.converters.lean import all_nodes, with_bodies
 from sparsedeploy.errors import InputError
 

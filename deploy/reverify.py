@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparsedeploy import bundle
+from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import find
-from sparsedeploy.errors import InputError
+from sparsedeploy.errors import CheckFailed, InputError
 from sparsedeploy.plan import DENSE, Plan
+from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.reading import file_hash, read
 from sparsedeploy.verify import Subject, Verification, load_feeds, random_feeds, tolerance_for, verify
 
@@ -22,18 +24,22 @@ def verify_bundle(out: Path, model: Path | None, inputs: Path | None, seed: int)
     manifest = bundle.read_manifest(out)
     original = _original(out, manifest, model)
     plan = Plan.from_json((out / bundle.PLAN).read_bytes(), out / bundle.PLAN)
-    sparse_file = out / bundle.SPARSE_MODEL
-    sparse = load(sparse_file if sparse_file.is_file() else out / bundle.DENSE_MODEL)
-    nodes = list(read_nodes(sparse).values())
+    sparse, nodes = _sparse(out)
     quantized = tuple(entry.name for entry in plan.layers if entry.choice != DENSE)
     reading = read(original, find(manifest.target), manifest.precision, manifest.inputs, None, quantized)
+    if strange := [node.layer for node in nodes if node.layer not in reading.unit_of]:
+        raise CheckFailed(
+            f"verify: {out / bundle.SPARSE_MODEL} holds a node for layer {strange[0]!r}, and {original.name} has no such "
+            "convolution. The bundle is damaged: convert again."
+        )
     weights = {node.layer: reading.weight(node.layer) for node in nodes}
     feeds = (
         load_feeds(inputs, reading.model, manifest.inputs)
         if inputs
         else random_feeds(reading.model, manifest.inputs, seed)
     )
-    subject = Subject(sparse, weights, out / bundle.DENSE_MODEL, original, tolerance_for(nodes, manifest.precision))
+    tolerance = tolerance_for(nodes, manifest.precision, (layer.dtype for layer in reading.layers))
+    subject = Subject(sparse, weights, out / bundle.DENSE_MODEL, original, tolerance)
     result = verify(subject, feeds, inputs.name if inputs else f"seed {seed}")
     if original == out / bundle.DENSE_MODEL:
         note = (
@@ -41,6 +47,16 @@ def verify_bundle(out: Path, model: Path | None, inputs: Path | None, seed: int)
         )
         result = result.model_copy(update={"note": f"{result.note} {note}".strip()})
     return result
+
+
+def _sparse(out: Path) -> tuple[Model, list[SparseConv]]:
+    """The sparse model (the dense one where nothing was converted) and its nodes; CheckFailed where they are damaged."""
+    file = out / bundle.SPARSE_MODEL
+    try:
+        model = load(file if file.is_file() else out / bundle.DENSE_MODEL)
+        return model, list(read_nodes(model).values())
+    except InputError as error:
+        raise CheckFailed(f"verify: the bundle is damaged. {error}") from error
 
 
 def _original(out: Path, manifest: bundle.Manifest, model: Path | None) -> Path:

@@ -2,14 +2,16 @@
 
 Each node is unpacked from its own words (or code) and turned back into a Conv; ONNX Runtime runs that graph and the user's
 original file on the same inputs. A network may saturate and hide a wrong layer behind a right output, so every sparse layer's
-output is compared too, with that of the dense model of the bundle. Tolerances are shares of the tensor's largest magnitude and are fixed: 1e-4 where
-weights and activations are fp32, 1e-2 where either is fp16.
+output is compared too, with that of the dense model of the bundle. Tolerances are shares of the tensor's largest magnitude
+and are fixed: 1e-4 where weights and activations are fp32, 1e-2 where either is of 16 bits, here or in the user's file. Of
+integers and booleans (classes, indices) that share of the elements may differ.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,8 +41,12 @@ FP16_ROUNDING = 2.0**-11
 """Largest relative error of rounding a normal number to fp16."""
 LAYER_BYTES = 1 << 30
 """Bytes of layer outputs that one verification holds at most, twice."""
-LAYERS = "model.sparse.onnx, layer by layer"
+DENSE_NAME, SPARSE_NAME = "model.dense.onnx", "model.sparse.onnx"
+LAYERS = f"{SPARSE_NAME}, layer by layer"
 _EXACT_KERNELS = ("csr", "baked")
+_ORIGINAL = "ONNX Runtime on "
+_ORT_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+_HALF_TYPES = ("fp16", "bf16")
 
 
 class OutputCheck(Record):
@@ -59,6 +65,8 @@ class OutputCheck(Record):
     margin: float
     """How many times the error would fit into the tolerance; below 1 fails."""
     passed: bool
+    problem: str = ""
+    """What is wrong where the values cannot be compared as numbers: a missing output, another shape, NaN."""
 
 
 class Comparison(Record):
@@ -85,6 +93,8 @@ class WeightCheck(Record):
     """Weights that differ from the model's by rounding to fp16; 0 for exact formats."""
     max_rel: float
     passed: bool
+    problem: str = ""
+    """What is wrong where the weights cannot be read at all."""
 
 
 class Verification(Document):
@@ -101,6 +111,12 @@ class Verification(Document):
         """Whether all weights and outputs are within tolerance."""
         return all(check.passed for check in self.weights) and all(entry.passed for entry in self.comparisons)
 
+    @property
+    def against_original(self) -> bool:
+        """Whether outputs were compared with those of the user's file, run in ONNX Runtime, and are within tolerance."""
+        ran = [entry for entry in self.comparisons if entry.reference.startswith(_ORIGINAL) and entry.outputs]
+        return bool(ran) and self.passed
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -115,20 +131,25 @@ class Subject:
     tolerance: float
 
 
-def tolerance_for(nodes: Sequence[SparseConv], precision: str) -> float:
-    """The fixed tolerance: fp32 throughout, or fp16 somewhere."""
+def tolerance_for(nodes: Sequence[SparseConv], precision: str, stored: Iterable[str] = ()) -> float:
+    """The fixed tolerance: fp32 throughout, or 16 bits somewhere. `stored` are the types of the user's weights."""
     exact = precision == "fp32" and all(node.kernel in _EXACT_KERNELS for node in nodes)
-    return FP32_TOLERANCE if exact else FP16_TOLERANCE
+    return FP32_TOLERANCE if exact and not set(stored) & set(_HALF_TYPES) else FP16_TOLERANCE
 
 
 def check_weights(node: SparseConv, weight: Floats, bias: Floats | None) -> WeightCheck:
     """Unpack a node and compare: exact formats bit for bit, fp16 ones within 2^-11 relative, zeros exactly."""
-    kernel = kernel_named(node.kernel)
-    got, got_bias = kernel.unpack(node)
     exact = node.kernel in _EXACT_KERNELS and node.precision == "fp32"
-    allowed = 0.0 if node.kernel in _EXACT_KERNELS and node.precision == "fp32" else FP16_ROUNDING
-    if got.shape != weight.shape:
-        return WeightCheck(layer=node.layer, kernel=node.kernel, nnz=0, rounded=0, max_rel=float("inf"), passed=False)
+    allowed = 0.0 if exact else FP16_ROUNDING
+    try:
+        got, got_bias = kernel_named(node.kernel).unpack(node)
+        if got.shape != weight.shape:
+            raise ValueError(f"{node.layer}: carries a weight {got.shape}, the model's is {weight.shape}")
+    except (ValueError, InputError) as error:
+        return WeightCheck(
+            layer=node.layer, kernel=node.kernel, nnz=0, rounded=0, max_rel=float("inf"), passed=False,
+            problem=str(error),
+        )  # fmt: skip
     differ = got != weight
     error = np.abs(got[differ].astype(np.float64) - weight[differ]) / np.maximum(np.abs(weight[differ]), 1e-45)
     max_rel = float(error.max(initial=0.0))
@@ -137,37 +158,43 @@ def check_weights(node: SparseConv, weight: Floats, bias: Floats | None) -> Weig
     return WeightCheck(
         layer=node.layer, kernel=node.kernel, nnz=int(np.count_nonzero(got)), rounded=int(np.count_nonzero(differ)),
         max_rel=max_rel, passed=zeros_kept and bias_kept and max_rel <= allowed,
+        problem="" if bias_kept else "its bias differs",
     )  # fmt: skip
 
 
 def _same_bias(got: Floats | None, bias: Floats | None, exact: bool) -> bool:
     if bias is None or got is None:
         return (got is None or not np.any(got)) and (bias is None or not np.any(bias))
-    return bool(np.allclose(got, bias, rtol=0 if exact else FP16_ROUNDING, atol=0))
+    return got.shape == bias.shape and bool(np.allclose(got, bias, rtol=0 if exact else FP16_ROUNDING, atol=0))
 
 
 def verify(subject: Subject, feeds: Feeds, feeds_name: str) -> Verification:
     """Weights of every node, then the dense and the sparse model against the original. Raises nothing on a mismatch."""
-    nodes = _nodes(subject.sparse)
+    layers = read_nodes(subject.sparse)
+    nodes = list(layers.values())
     weights = tuple(check_weights(node, *subject.weights[node.layer]) for node in nodes)
+    readable = all(check.passed or check.max_rel < float("inf") for check in weights)
     with tempfile.TemporaryDirectory(prefix="sparsedeploy-") as folder:
         try:
             reference = run_file(subject.original, feeds)
         except RuntimeError as error:
-            return _without_runtime(subject, nodes, weights, str(error))
-        name = f"ONNX Runtime on {subject.original.name}"
-        dense = compare(reference, run_file(subject.dense_file, feeds), subject.tolerance)
-        comparisons = [Comparison(model="model.dense.onnx", reference=name, inputs=feeds_name, outputs=dense)]
-        if nodes:
-            got = _run_restored(subject, Path(folder), feeds, lambda node: kernel_named(node.kernel).unpack(node))
-            outputs = compare(reference, got, subject.tolerance)
-            comparisons.append(
-                Comparison(model="model.sparse.onnx", reference=name, inputs=feeds_name, outputs=outputs)
-            )
-            comparisons.append(_layer_outputs(subject, Path(folder), feeds, feeds_name))
-        diverging = None
-        if nodes and not comparisons[1].passed:
-            diverging = _first_diverging(subject, nodes, Path(folder), feeds, reference)
+            return _without_runtime(subject, nodes if readable else [], weights, Path(folder), feeds, str(error))
+        name = f"{_ORIGINAL}{subject.original.name}"
+        try:
+            dense = compare(reference, run_file(subject.dense_file, feeds), subject.tolerance)
+            comparisons = [Comparison(model=DENSE_NAME, reference=name, inputs=feeds_name, outputs=dense)]
+            diverging = next((check.layer for check in weights if check.max_rel == float("inf")), None)
+            if nodes and readable:
+                got = _run_restored(subject, Path(folder), feeds, lambda node: kernel_named(node.kernel).unpack(node))
+                outputs = compare(reference, got, subject.tolerance)
+                comparisons.append(Comparison(model=SPARSE_NAME, reference=name, inputs=feeds_name, outputs=outputs))
+                comparisons.append(_layer_outputs(subject, Path(folder), feeds, feeds_name))
+                diverging = _diverging(subject, layers, Path(folder), feeds, reference, comparisons)
+        except RuntimeError as error:
+            raise CheckFailed(
+                f"verify: ONNX Runtime runs {subject.original.name} but not what was made of it: {error}. Nothing is proven "
+                "about such a model; please report it."
+            ) from error
     return Verification(
         sparse_nodes_verified=len(nodes),
         weights=weights,
@@ -176,8 +203,19 @@ def verify(subject: Subject, feeds: Feeds, feeds_name: str) -> Verification:
     )
 
 
-def _nodes(model: Model) -> list[SparseConv]:
-    return list(read_nodes(model).values())
+def _diverging(
+    subject: Subject,
+    layers: Mapping[str, SparseConv],
+    folder: Path,
+    feeds: Feeds,
+    reference: Mapping[str, Array],
+    comparisons: Sequence[Comparison],
+) -> str | None:
+    """The first layer that makes an output wrong, by bisection; else the first whose own output is; None if none is."""
+    _, final, by_layer = comparisons
+    if not final.passed:
+        return _first_diverging(subject, list(layers.values()), folder, feeds, reference)
+    return next((layers[output.name].layer for output in by_layer.outputs if not output.passed), None)
 
 
 def _run_restored(
@@ -212,7 +250,7 @@ def _layer_outputs(subject: Subject, folder: Path, feeds: Feeds, feeds_name: str
     restored = restore(subject.sparse, lambda node: kernel_named(node.kernel).unpack(node))
     got = _run_model(restored, folder, feeds, names)
     outputs = compare({name: dense[name] for name in names}, got, subject.tolerance)
-    return Comparison(model=LAYERS, reference="model.dense.onnx", inputs=feeds_name, outputs=outputs)
+    return Comparison(model=LAYERS, reference=DENSE_NAME, inputs=feeds_name, outputs=outputs)
 
 
 def _batch(feeds: Feeds) -> int:
@@ -242,9 +280,16 @@ def _first_diverging(
 
 
 def _without_runtime(
-    subject: Subject, nodes: Sequence[SparseConv], weights: tuple[WeightCheck, ...], why: str
+    subject: Subject,
+    nodes: Sequence[SparseConv],
+    weights: tuple[WeightCheck, ...],
+    folder: Path,
+    feeds: Feeds,
+    why: str,
 ) -> Verification:
-    """ONNX Runtime cannot run the original: each node's own format against a dense float64 convolution instead."""
+    """ONNX Runtime cannot run the original: each node's own format against a dense float64 convolution instead, and the
+    sparse graph against the bundle's dense one where that can be run.
+    """
     rng, outputs = np.random.default_rng(0), []
     for node in nodes:
         g = node.geometry
@@ -254,63 +299,113 @@ def _without_runtime(
         expected = apply(node.epilogue, conv2d(x, weight, bias, g), residual)
         got = kernel_named(node.kernel).reference(node, x, residual)
         outputs.append(_check(node.layer, expected, got, subject.tolerance))
-    comparison = Comparison(
-        model=LAYERS,
-        reference="float64 convolution",
-        inputs="seed 0",
-        outputs=tuple(outputs),
-    )
+    comparisons = []
+    if nodes:
+        comparisons.append(
+            Comparison(model=LAYERS, reference="float64 convolution", inputs="seed 0", outputs=tuple(outputs))
+        )
+        try:
+            dense = run_file(subject.dense_file, feeds)
+            got = _run_restored(subject, folder, feeds, lambda node: kernel_named(node.kernel).unpack(node))
+        except RuntimeError:
+            note = "each sparse layer was checked by itself"
+        else:
+            outputs = list(compare(dense, got, subject.tolerance))
+            comparisons.append(
+                Comparison(model=SPARSE_NAME, reference=DENSE_NAME, inputs="random", outputs=tuple(outputs))
+            )
+            note = f"each sparse layer was checked by itself, the whole against {DENSE_NAME}"
+    else:
+        note = "its outputs were compared with nothing"
     return Verification(
-        sparse_nodes_verified=len(nodes), weights=weights, comparisons=(comparison,) if nodes else (),
-        note=f"ONNX Runtime cannot run {subject.original.name} ({why}): each sparse layer was checked by itself.",
+        sparse_nodes_verified=len(nodes), weights=weights, comparisons=tuple(comparisons),
+        note=f"ONNX Runtime cannot run {subject.original.name} ({why}): {note}.",
     )  # fmt: skip
 
 
 def compare(reference: Mapping[str, Array], got: Mapping[str, Array], tolerance: float) -> tuple[OutputCheck, ...]:
-    """Every output of the reference against the same output of another run."""
-    return tuple(_check(name, value, got[name], tolerance) for name, value in reference.items() if name in got)
+    """Every output of the reference against the same output of another run; one that is missing there fails."""
+    return tuple(
+        _check(name, value, got[name], tolerance) if name in got else _incomparable(name, tolerance, "it is missing")
+        for name, value in reference.items()
+    )
+
+
+def _incomparable(name: str, tolerance: float, problem: str) -> OutputCheck:
+    return OutputCheck(
+        name=name, max_abs=float("inf"), max_rel=float("inf"), cosine=0.0, top1_agreement=None, largest=0.0,
+        tolerance=tolerance, margin=0.0, passed=False, problem=problem,
+    )  # fmt: skip
 
 
 def _check(name: str, expected: Array, got: Array, tolerance: float) -> OutputCheck:
-    a, b = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    if a.shape != b.shape or not a.size:
-        fine = a.shape == b.shape
-        return OutputCheck(
-            name=name, max_abs=0.0 if fine else float("inf"), max_rel=0.0, cosine=1.0, top1_agreement=None, largest=0.0,
-            tolerance=tolerance, margin=float("inf") if fine else 0.0, passed=fine,
-        )  # fmt: skip
-    same_special = np.array_equal(np.isfinite(a), np.isfinite(b)) and np.array_equal(
-        a[~np.isfinite(b)], b[~np.isfinite(b)]
-    )
+    if got.shape != expected.shape:
+        return _incomparable(name, tolerance, f"its shape is {list(got.shape)}, needed {list(expected.shape)}")
+    if expected.dtype.kind not in "fV" or got.dtype.kind not in "fV":
+        return _check_exact(name, expected, got, tolerance)
+    a, b = got.astype(np.float64), expected.astype(np.float64)
+    broken = int(np.isnan(a).sum() + np.isnan(b).sum())
     finite = np.isfinite(b) & np.isfinite(a)
+    infinite = not np.array_equal(a[~finite], b[~finite])
     error, size = np.abs(a[finite] - b[finite]), np.abs(b[finite])
     max_abs, largest = float(error.max(initial=0.0)), float(size.max(initial=0.0))
     relevant = size >= 0.01 * largest
     max_rel = float((error[relevant] / np.maximum(size[relevant], 1e-300)).max(initial=0.0))
     norm = float(np.linalg.norm(a[finite]) * np.linalg.norm(b[finite]))
     cosine = float(a[finite] @ b[finite]) / norm if norm else 1.0
-    top1 = float(np.mean(a.argmax(1) == b.argmax(1))) if a.ndim == 2 and a.shape[1] > 1 else None
-    passed = same_special and max_abs <= tolerance * largest
+    top1 = float(np.mean(a.argmax(1) == b.argmax(1))) if a.ndim == 2 and a.shape[0] and a.shape[1] > 1 else None
+    problem = ""
+    if broken:
+        problem = f"NaN: {int(np.isnan(a).sum())} of {a.size} elements, {int(np.isnan(b).sum())} in the reference"
+    elif infinite:
+        problem = "its infinite elements are not those of the reference"
+    margin = tolerance * largest / max_abs if max_abs else float("inf")
     return OutputCheck(
         name=name, max_abs=max_abs, max_rel=max_rel, cosine=cosine, top1_agreement=top1, largest=largest,
-        tolerance=tolerance, margin=tolerance * largest / max_abs if max_abs else float("inf"), passed=passed,
+        tolerance=tolerance, margin=0.0 if problem else margin, passed=not problem and max_abs <= tolerance * largest,
+        problem=problem,
+    )  # fmt: skip
+
+
+def _check_exact(name: str, expected: Array, got: Array, tolerance: float) -> OutputCheck:
+    """Integers, booleans, texts: the share of elements that differ is held against the tolerance."""
+    differ = np.asarray(got != expected)
+    share = float(differ.mean()) if differ.size else 0.0
+    numbers = expected.dtype.kind in "iub" and got.dtype.kind in "iub" and expected.size > 0
+    a, b = (value.astype(np.float64) if numbers else np.zeros(0) for value in (got, expected))
+    return OutputCheck(
+        name=name, max_abs=float(np.abs(a - b).max(initial=0.0)), max_rel=share, cosine=1.0 - share, top1_agreement=None,
+        largest=float(np.abs(b).max(initial=0.0)), tolerance=tolerance, margin=tolerance / share if share else float("inf"),
+        passed=share <= tolerance,
+        problem=f"{int(differ.sum())} of {differ.size} elements are not equal" if share > tolerance else "",
     )  # fmt: skip
 
 
 def run_file(path: Path, feeds: Feeds) -> dict[str, Array]:
-    """Run a model in ONNX Runtime on the CPU, unoptimised; raises RuntimeError with ORT's message when it cannot."""
+    """Run a model in ONNX Runtime on the CPU; raises RuntimeError with ORT's message when it cannot.
+
+    Feeds are cast to the types of the model's inputs, which differ between a double file and what was made of it. A
+    sequence of tensors gives one entry per element, `name[0]`, `name[1]` ...
+    """
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    # Optimisers may replace what is being checked; extended ones also change rounding between the two runs.
+    # Extended optimisers replace what is being checked and change rounding between the two runs.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     try:
         session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         names = [output.name for output in session.get_outputs()]
-        wanted = {entry.name for entry in session.get_inputs()}
-        values = session.run(names, {name: value for name, value in feeds.items() if name in wanted})
+        types = {entry.name: _ORT_TYPES.get(entry.type) for entry in session.get_inputs()}
+        cast = {name: value.astype(types[name] or value.dtype) for name, value in feeds.items() if name in types}
+        values = session.run(names, cast)
     except Exception as error:  # ORT raises its own types without a common base
         raise RuntimeError(" ".join(str(error).split())[:300]) from error
-    return {name: np.asarray(value) for name, value in zip(names, values, strict=True) if isinstance(value, np.ndarray)}
+    results: dict[str, Array] = {}
+    for name, value in zip(names, values, strict=True):
+        if isinstance(value, list):
+            results.update({f"{name}[{i}]": np.asarray(item) for i, item in enumerate(value)})
+        elif value is not None:
+            results[name] = np.asarray(value)
+    return results
 
 
 def random_feeds(model: Model, inputs: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Array]:
@@ -329,7 +424,7 @@ def load_feeds(path: Path, model: Model, inputs: Mapping[str, tuple[int, ...]]) 
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise InputError(
             f"--input {path}: not a readable .npz file ({error}). Make one with numpy.savez(path, NAME=array)."
         ) from error
@@ -346,6 +441,10 @@ def load_feeds(path: Path, model: Model, inputs: Mapping[str, tuple[int, ...]]) 
             raise InputError(
                 f"--input {path}: {value.name} is {array.shape}, the model is converted for {want}; match it or pass --shape."
             )
+        if array.dtype.kind not in "fiubV" or (array.dtype.kind == "f" and dtype.kind in "iub"):
+            raise InputError(
+                f"--input {path}: {value.name} holds {array.dtype}, the model takes {dtype}; save it as that type."
+            )
         feeds[value.name] = array.astype(dtype)
     return feeds
 
@@ -354,20 +453,29 @@ def require(verification: Verification) -> None:
     """Raise CheckFailed, in words, when a verification did not pass."""
     for check in verification.weights:
         if not check.passed:
+            what = check.problem or f"largest relative error {check.max_rel:.3g}"
             raise CheckFailed(
                 f"verify: layer {check.layer}: the weights its {check.kernel} node carries differ from the model's "
-                f"(largest relative error {check.max_rel:.3g}). Nothing was written; please report this model."
+                f"({what}). Do not use this bundle: convert again, and if that fails too, leave the layer dense with "
+                f"--layer '{check.layer}=dense' and report this model."
             )
     for entry in verification.comparisons:
         for output in entry.outputs:
             if not output.passed:
-                where = (
-                    f" First diverging layer: {verification.first_diverging_layer}."
-                    if verification.first_diverging_layer
-                    else ""
-                )
-                raise CheckFailed(
-                    f"verify: output {output.name} of {entry.model} differs from {entry.reference} by {output.max_abs:.3g}, "
-                    f"allowed {output.tolerance:g} of {output.largest:.3g}.{where} Try --precision fp32, or leave that "
-                    f"layer dense with --layer NAME=dense."
-                )
+                raise CheckFailed(_words(verification, entry, output))
+
+
+def _words(verification: Verification, entry: Comparison, output: OutputCheck) -> str:
+    layer = verification.first_diverging_layer
+    where = f" First diverging layer: {layer}." if layer else ""
+    what = output.problem or f"{output.max_abs:.3g}, allowed {output.tolerance:g} of {output.largest:.3g}"
+    if output.problem.startswith("NaN"):
+        advice = "If the model makes NaN of these inputs itself, give it real ones with --input x.npz"
+    elif layer and not layer.startswith("none"):
+        advice = f"Try --precision fp32, or leave that layer dense with --layer '{layer}=dense'"
+    else:
+        advice = "Try --precision fp32"
+    return (
+        f"verify: output {output.name} of {entry.model} differs from {entry.reference} by more than allowed: {what}.{where} "
+        f"{advice}."
+    )
