@@ -9,6 +9,7 @@ Memory ordering between blocks is not modelled: blocks of a batch move together,
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -563,6 +564,7 @@ class _Decoder:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.readers: dict[tuple[str, str], Get] = {}
 
     def decode(self, ins: Instruction) -> Do | _Control:
         name = ins.opcode.split(".")[0]
@@ -620,8 +622,11 @@ class _Decoder:
         """The operand as an array (or a numpy scalar, for literals) of `kind`."""
         want = _NUMPY[kind]
         if isinstance(operand, Reg):
-            at, held = self.program.index[operand.name], self.program.kinds[operand.name]
-            return _reader(at, held, kind)
+            known = self.readers.get((operand.name, kind))
+            if known is None:
+                at, held = self.program.index[operand.name], self.program.kinds[operand.name]
+                known = self.readers[operand.name, kind] = _reader(at, held, kind)
+            return known
         if isinstance(operand, Sym):
             value = want(self.program.shared_offset[operand.name])
             return lambda f: value
@@ -786,7 +791,29 @@ class _Decoder:
             return self.simple(ins, "f64", lambda a, b, c: a * b + c)
         if kind != "f32":
             raise NotImplementedError(kind)
-        return self.simple(ins, "f32", _fma32)
+        return self.add_product(ins) or self.simple(ins, "f32", _fma32)
+
+    def add_product(self, ins: Instruction) -> Do | None:
+        """The one instruction that baked code is made of, register = register * literal + register, decoded fast."""
+        target, source, literal, again = ins.operands
+        if ins.guard or not (isinstance(target, Reg) and isinstance(source, Reg) and isinstance(again, Reg)):
+            return None
+        kinds, index = self.program.kinds, self.program.index
+        if not isinstance(literal, Imm) or literal.bits != 32:
+            return None
+        if not kinds[target.name] == kinds[source.name] == kinds[again.name] == "f32":
+            return None
+        d, a, c = index[target.name], index[source.name], index[again.name]
+        weight = struct.unpack("<f", literal.value.to_bytes(4, "little"))[0]
+        multiply, double, single = np.multiply, np.float64, np.float32
+
+        def run(batch: _Batch, f: _Fragment) -> None:
+            regs = f.regs
+            total = multiply(regs[a], weight, dtype=double)  # type: ignore[arg-type]
+            total += regs[c]
+            regs[d] = total.astype(single)
+
+        return run
 
     def op_div(self, ins: Instruction, mods: list[str]) -> Do:
         kind = _only(mods, {"rn"})
