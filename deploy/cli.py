@@ -145,12 +145,12 @@ def scan(
     from sparsedeploy.scan import scan as scan_reading
     from sparsedeploy.scan import to_csv
 
-    device, chosen = _target(target), _precision(precision, model)
+    device, asked = _target(target), _precision(precision, model) if precision else None
     with _progress(as_json) as tell:
         tell("reading the model")
-        reading = read(model, device, chosen, _shapes(shape), batch)
+        reading = read(model, device, asked, _shapes(shape), batch)
         found = scan_reading(reading, device)
-        plan = make_plan(found, device, chosen)
+        plan = make_plan(found, device, reading.precision)
         found = judge(found, plan, str(model))
     if csv:
         _write(csv, to_csv(found))

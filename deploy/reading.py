@@ -57,6 +57,8 @@ class Reading:
     shapes: dict[str, tuple[Dim, ...]]
     layers: tuple[ConvLayer, ...]
     unit_of: dict[str, ConvUnit]
+    precision: Precision
+    """What it was read for."""
 
     def weight(self, name: str) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """Weight [oc, ic // group, kh, kw] and bias [oc] of a layer, as float32 (double is narrowed)."""
@@ -70,7 +72,7 @@ class Reading:
 def read(
     path: Path,
     device: Device,
-    precision: Precision = "fp32",
+    precision: Precision | None = "fp32",
     given: Mapping[str, tuple[int, ...]] | None = None,
     batch: int | None = None,
     quantized: Collection[str] = (),
@@ -78,8 +80,10 @@ def read(
     """Read a model file into a clean graph and list its convolutions; raises InputError for what cannot be read.
 
     `quantized` names convolutions whose int8 weights are to be dequantised, so that they become eligible.
+    Convolutions in double, bfloat16 and, for fp32, fp16 make the whole graph fp32; precision None is the file's own.
     """
     model = load(path)
+    precision = precision or _own_precision(model)
     inputs = resolve_inputs(model, given or {}, batch)
     folding = fold_constants(model, quantized)
     stored = [_stored_type(model.graph, node) for node in _convolutions(model)]
@@ -90,7 +94,7 @@ def read(
     named = dict(zip(unit_names(units), units, strict=True))
     # Folding and Casts change neither the convolutions nor their order.
     types = _Stored(_convolutions(model), stored)
-    facts = _Facts(model, shapes, folding, types, device, precision)
+    facts = _Facts(model.graph, shapes, folding, types, device, precision)
     layers = [_describe(facts, name, unit) for name, unit in named.items()]
     layers += _other_convolutions(model, {id(unit.conv) for unit in units}, set(named), shapes, types)
     if not layers:
@@ -99,7 +103,7 @@ def read(
             "Give it a convolutional network, exported with its weights."
         )
     size = next((shape[0] for shape in inputs.values() if shape), batch or 1)
-    return Reading(model, file_hash(path), inputs, batch or size, shapes, tuple(layers), named)
+    return Reading(model, file_hash(path), inputs, batch or size, shapes, tuple(layers), named, precision)
 
 
 class _Stored:
@@ -118,7 +122,7 @@ class _Stored:
 class _Facts:
     """What describing a convolution needs to know."""
 
-    model: Model
+    graph: Graph
     shapes: Mapping[str, tuple[Dim, ...]]
     folding: Folding
     stored: _Stored
@@ -139,12 +143,17 @@ def _stored_type(graph: Graph, node: NodeProto) -> str:
 
 
 def stored_precision(path: Path) -> Precision:
-    """fp16 when every floating-point input of the model is fp16, else fp32; fp32 for a file that cannot be read."""
+    """fp16 for a model whose convolutions are fp16, else fp32; fp32 for a file that cannot be read."""
     try:
-        proto = onnx.load(path, load_external_data=False)
+        return _own_precision(Model(onnx.load(path, load_external_data=False), path))
     except Exception:  # the loader says what is wrong, once, with more care
         return "fp32"
-    kinds = {value.type.tensor_type.elem_type for value in proto.graph.input} & set(_FLOAT_TYPES)
+
+
+def _own_precision(model: Model) -> Precision:
+    """By the convolutions' weights; where none is a constant, by the model's float inputs."""
+    inputs = {value.type.tensor_type.elem_type for value in model.graph.inputs()}
+    kinds = convolution_types(model) or frozenset(inputs & set(_FLOAT_TYPES))
     return "fp16" if kinds == {TensorProto.FLOAT16} else "fp32"
 
 
@@ -171,31 +180,43 @@ def unit_names(units: Iterable[ConvUnit]) -> list[str]:
 
 
 def count_zeros(weight: NDArray[np.generic], group: int) -> Zeros:
-    """Count the zeros of a weight [oc, ic // group, ...]; -0.0 is zero."""
+    """Count the zeros of a weight [oc, ic // group, ...] as fp32 carries it; -0.0 is zero.
+
+    Raises ValueError for an empty weight or one that the groups do not divide.
+    """
     oc, icg = weight.shape[:2]
-    flat = weight.reshape(oc, icg, -1).astype(np.float32)
-    nonzero = flat != 0
-    per_channel = np.count_nonzero(nonzero.reshape(oc, -1), axis=1)
-    largest = float(np.abs(flat).max(initial=0.0))
-    near = int(np.count_nonzero(nonzero & (np.abs(flat) < DUST * largest)))
-    read = nonzero.reshape(group, oc // group, icg, -1).any(axis=(1, 3))
-    four = icg % 4 == 0 and int(np.count_nonzero(nonzero.reshape(oc, icg // 4, 4, -1), axis=2).max(initial=0)) <= 2
+    if not weight.size or group < 1 or oc % group:
+        raise ValueError(f"a weight of shape {list(weight.shape)} in {group} groups has nothing to count")
+    flat = np.abs(weight.reshape(oc, icg, -1).astype(np.float32, copy=False))
+    nonzero = (flat != 0).view(np.uint8)
+    per_channel = np.array([np.count_nonzero(row) for row in nonzero])  # faster than a sum along an axis
     nnz = int(per_channel.sum())
+    dust = int(np.count_nonzero(flat < DUST * float(flat.max()))) - (flat.size - nnz) if nnz else 0
+    read = nonzero.reshape(group, oc // group, -1).max(axis=1).reshape(group, icg, -1).max(axis=2)
     return Zeros(
         nnz=nnz,
         total=flat.size,
         nnz_per_channel=(int(per_channel.min()), float(np.median(per_channel)), int(per_channel.max())),
         empty_filters=int(np.count_nonzero(per_channel == 0)),
-        empty_inputs=int(np.count_nonzero(~read)),
-        near_zero=near,
-        two_four=four,
+        empty_inputs=int(np.count_nonzero(read == 0)),
+        near_zero=dust,
+        two_four=2 * nnz <= flat.size and _is_two_four(nonzero),
         sparsity=1.0 - nnz / flat.size,
     )
 
 
+def _is_two_four(nonzero: NDArray[np.uint8]) -> bool:
+    """Whether every 4 consecutive input channels of [oc, icg, taps] hold at most 2 nonzeros."""
+    oc, icg, taps = nonzero.shape
+    if icg % 4:
+        return False
+    fours = nonzero.reshape(oc, icg // 4, 4, taps)
+    return bool((fours[:, :, 0] + fours[:, :, 1] + fours[:, :, 2] + fours[:, :, 3]).max() <= 2)
+
+
 def _describe(facts: _Facts, name: str, unit: ConvUnit) -> ConvLayer:
     shapes, folding = facts.shapes, facts.folding
-    graph, conv = facts.model.graph, unit.conv
+    graph, conv = facts.graph, unit.conv
     x, y = shapes.get(conv.input[0], ()), shapes.get(conv.output[0], ())
     reasons: list[Reason] = []
     zeros, dtype, shape = None, "unknown", tuple(int(d) for d in shapes.get(conv.input[1], ()) if isinstance(d, int))
