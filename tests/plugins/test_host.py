@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conv_cases import EPILOGUES, fill
 
+from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.layer import Epilogue, Geometry
-from sparsedeploy.plugins import host
+from sparsedeploy.plugins import epilogue, host, kernel_named
 from sparsedeploy.plugins.host import Call, DeviceArray, Runner, pick_image
+from sparsedeploy.plugins.kernel import BuildOptions
 from sparsedeploy.plugins.launch import Arg, Launch, Memset, Variant, const, var
 from sparsedeploy.plugins.node import Image, SparseConv
+from sparsedeploy.plugins.reference import conv2d
 
 GEOMETRY = Geometry(oc=4, ic=3, kh=1, kw=1, h=6, w=5)
 ARGS = (Arg("input"), Arg("output"), Arg("constant", 0), Arg("workspace", 32), Arg("N"), Arg("W"))
@@ -283,3 +287,29 @@ def test_device_array_goes_there_and_back() -> None:
     driver.activate(0)
     values = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype(np.float32)
     assert np.array_equal(DeviceArray(driver, values.shape, "fp32").upload(values).numpy(), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("kernel", ["packed", "csr"])
+def test_data_driven_kernels_run_on_the_device(kernel: str, precision: str) -> None:
+    g = Geometry(oc=40, ic=24, kh=3, kw=3, h=15, w=14, stride=(1, 1), pads=(1, 1, 1, 1))
+    case = fill(g, EPILOGUES[2], 900, 3, 4)
+    driver = host.cuda_driver()
+    archs = (53, 80, 90)
+    arch = max(known for known in archs if known <= driver.capability(0))
+    options = BuildOptions(precision, 3, (arch,))  # type: ignore[arg-type]
+    device = {53: "jetson-nano", 80: "a100", 90: "h200"}[arch]
+    node = kernel_named(kernel).build(case.layer, case.weight, case.bias, find(device), {}, options).node
+    made = Runner(node)
+    assert case.residual is not None
+    x = made.empty(3, node.precision, "input").upload(case.x)
+    extra = made.empty(3, node.precision).upload(case.residual)
+    first = made.run(x, extra).numpy()
+    assert np.array_equal(first, made.run(x, extra).numpy())
+    element = np.float32 if precision == "fp32" else np.float16
+    weight, bias = kernel_named(kernel).unpack(node)
+    sums = conv2d(case.x.astype(element), weight, bias, g)
+    expected = epilogue.apply(case.layer.epilogue, sums, case.residual.astype(element))
+    scale = conv2d(np.abs(case.x), np.abs(weight), None, g) + 8
+    assert (np.abs(first - expected) <= scale * (2.0**-20 if precision == "fp32" else 2.0**-8)).all()
