@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -24,6 +25,10 @@ DENSE_MODEL, SPARSE_MODEL, PLAN, VERIFY, REPORT = (
     "verify.json",
     "report.html",
 )
+
+
+_ATTEMPTS = 20
+"""To swap a folder in while others do the same."""
 
 
 class Evidence(Record):
@@ -70,10 +75,11 @@ def default_path(model: Path) -> Path:
 def writing(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out`, renamed to it when the block ends well, removed when it does not.
 
-    A folder that holds our manifest is replaced; raises InputError for any other existing file or non-empty folder and
-    MachineError where nothing can be written.
+    A folder that holds our manifest is replaced, also where `out` is a link to it; raises InputError for any other
+    existing file or non-empty folder and MachineError where nothing can be written.
     """
     refuse_foreign(out)
+    out = out.resolve()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
@@ -89,15 +95,23 @@ def writing(out: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def refuse_foreign(out: Path) -> None:
-    """Raise InputError unless `out` is free, an empty folder, or a bundle of ours."""
-    if not out.exists() and not out.is_symlink():
+def refuse_foreign(out: Path, model: Path | None = None) -> None:
+    """Raise InputError unless `out` is free, an empty folder, or a bundle of ours that does not hold the model itself."""
+    if out.is_symlink() and not out.exists():
+        raise InputError(f"{out}: is a link to nothing. Make the folder it should lead to, or choose another with -o.")
+    if not out.exists():
         return
+    if out.is_dir() and out.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise InputError(f"{out}: is the working directory or holds it; name a folder in it with -o.")
+    if model is not None and out.resolve() in model.resolve().parents:
+        raise InputError(
+            f"{out}: holds the model {model.name} itself, which would go with the folder when it is replaced. "
+            "Choose another folder with -o."
+        )
     if not out.is_dir():
         raise InputError(f"{out}: is a file; the output is a folder. Choose another name with -o.")
     try:
-        ours = (out / MANIFEST).is_file() and '"tool": "sparsedeploy"' in (out / MANIFEST).read_text("utf-8", "replace")
-        empty = not any(out.iterdir())
+        ours, empty = _is_ours(out), not any(out.iterdir())
     except OSError as error:
         raise InputError(f"{out}: cannot be read ({error.strerror}). Choose another folder with -o.") from error
     if not ours and not empty:
@@ -107,26 +121,52 @@ def refuse_foreign(out: Path) -> None:
 
 
 def _publish(temporary: Path, out: Path) -> None:
-    """Swap the new folder in; the old one goes aside first because a rename cannot replace a full folder."""
-    old = None
-    if out.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-        os.rename(out, old / "bundle")
+    """Swap the new folder in; the old one goes aside first because a rename cannot replace a full folder.
+
+    Another conversion into the same folder may get there in between: whoever is last stays, and nobody fails.
+    """
+    for _ in range(_ATTEMPTS):
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+        try:
+            if _moved(out, aside / "bundle") and not _is_replaceable(aside / "bundle"):
+                os.rename(aside / "bundle", out)
+                refuse_foreign(out)
+            try:
+                os.rename(temporary, out)
+            except OSError as error:
+                if not out.exists() and (aside / "bundle").exists():
+                    os.rename(aside / "bundle", out)
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            else:
+                return
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    raise MachineError(f"{out}: other conversions keep writing there. Wait for them, or choose another folder with -o.")
+
+
+def _moved(source: Path, target: Path) -> bool:
     try:
-        os.rename(temporary, out)
-    except OSError:
-        if old is not None:
-            os.rename(old / "bundle", out)
-        raise
-    finally:
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        os.rename(source, target)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Whether a folder moved aside is what refuse_foreign let through, and not what somebody put there since."""
+    return folder.is_dir() and (_is_ours(folder) or not any(folder.iterdir()))
+
+
+def _is_ours(folder: Path) -> bool:
+    path = folder / MANIFEST
+    return path.is_file() and '"tool": "sparsedeploy"' in path.read_text("utf-8", "replace")
 
 
 def hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of every file but the manifest, by relative path, sorted."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): file_hash(path) for path in files if path.name != MANIFEST}
+    return {path.relative_to(folder).as_posix(): file_hash(path) for path in files if path != folder / MANIFEST}
 
 
 def read_manifest(out: Path) -> Manifest:

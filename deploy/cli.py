@@ -6,6 +6,7 @@ Exit codes: 0 ok, 1 a check failed, 2 usage or input, 3 the machine lacks someth
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -151,7 +152,10 @@ def scan(
         reading = read(model, device, asked, _shapes(shape), batch)
         found = scan_reading(reading, device)
         plan = make_plan(found, device, reading.precision)
-        found = judge(found, plan, str(model))
+        given = [word for text in shape or () for word in ("--shape", text)] + (
+            ["--batch", str(batch)] if batch else []
+        )
+        found = judge(found, plan, str(model), given)
     if csv:
         _write(csv, to_csv(found))
     if save_plan:
@@ -296,7 +300,7 @@ def prune(
     for skipped in report.skipped:
         print(f"left as it is: {skipped.layer} ({skipped.reason})")
     print("For tests of speed and correctness only: pruned this way, a network needs retraining before it is accurate.")
-    print(f"Next: sparsedeploy scan {out}")
+    print(f"Next: sparsedeploy scan {shlex.quote(str(out))}")
 
 
 @app.command()
@@ -482,7 +486,7 @@ def _print_conversion(done: Conversion) -> None:
         print(f"Next: {done.scan.next_command}")
     else:
         print(
-            f"Next: open {done.out / 'report.html'}; check the copy on another machine with `sparsedeploy verify {done.out}`"
+            f"Next: open {done.out / 'report.html'}; check the copy on another machine with `sparsedeploy verify {shlex.quote(str(done.out))}`"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,7 +87,7 @@ def convert(request: Request) -> Conversion:
 
     Raises SparseDeployError; the output folder is then as it was before.
     """
-    bundle.refuse_foreign(request.out)
+    bundle.refuse_foreign(request.out, request.model)
     request.tell("reading the model")
     reading = read(
         request.model, request.device, request.precision, request.shapes, request.batch, _named_sparse(request.layers)
@@ -99,7 +100,7 @@ def convert(request: Request) -> Conversion:
     built, plan = _build(request, reading, plan, weights)
     scanned = judge(scanned, plan, str(request.model))
     if nothing_to_convert(scanned, plan) is None:
-        scanned = scanned.model_copy(update={"next_command": f"sparsedeploy verify {request.out}"})
+        scanned = scanned.model_copy(update={"next_command": f"sparsedeploy verify {shlex.quote(str(request.out))}"})
     _fit_target(request, reading)
     with bundle.writing(request.out) as folder:
         request.tell("writing the models")
@@ -121,8 +122,7 @@ def _named_sparse(choices: tuple[str, ...]) -> tuple[str, ...]:
 
 def _plan(request: Request, scanned: Scan) -> Plan:
     if request.plan:
-        plan = load_plan(request.plan, scanned, request.device)
-        plan = plan.model_copy(update={"precision": request.precision, "batch": scanned.batch})
+        plan = load_plan(request.plan, scanned, request.device, request.precision)
     else:
         plan = make_plan(scanned, request.device, request.precision)
     return override(plan, scanned, request.device, request.layers)
@@ -169,6 +169,13 @@ def _build_layer(
         except UnfitWeightsError as error:
             why.append(f"{kernel.name} cannot carry its weights: {error}")
             continue
+        except ValueError as error:
+            if config is best:
+                raise
+            raise InputError(
+                f"layer {layer.name}: the plan's config {config} is not one of kernel {kernel.name}'s: {error}. Set it to "
+                "{} for the default."
+            ) from error
         if not chosen:
             reason = "; ".join([*why, entry.reason])
             item = replace(item, notes=(f"{layer.name}: {'; '.join(why)}: {kernel.name} instead", *item.notes))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sparsedeploy.devices import Device
@@ -157,22 +158,35 @@ def override(plan: Plan, scan: Scan, device: Device, choices: Sequence[str]) -> 
     `*=sparse` forces every eligible layer; a layer named without a wildcard must be eligible. Raises InputError.
     """
     layers = {layer.name: layer for layer in scan.layers}
-    decided = {entry.name: entry for entry in plan.layers}
+    before = {entry.name: entry for entry in plan.layers}
+    decided = dict(before)
     for text in choices:
         pattern, _, choice = text.rpartition("=")
         if not pattern or choice not in _choices():
             raise InputError(
                 f"--layer {text}: needed NAME=CHOICE with one of {', '.join(_choices())}; NAME may hold * and ?, as in '*=sparse'."
             )
-        names = [name for name in layers if fnmatch.fnmatchcase(name, pattern)] or [n for n in layers if n == pattern]
+        names = [pattern] if pattern in layers else [name for name in layers if _matches(name, pattern)]
         if not names:
             known = ", ".join(list(layers)[:8])
             raise InputError(f"--layer {text}: no convolution is named like {pattern!r}. The model has: {known} ...")
         for name in names:
-            strict = name == pattern
-            if strict or layers[name].eligible or choice == DENSE:
-                decided[name] = _forced(layers[name], decided[name], device, plan, choice)
+            if name == pattern or choice == DENSE or _options(layers[name], device, plan, choice):
+                decided[name] = _forced(layers[name], before[name], device, plan, choice)
     return plan.model_copy(update={"layers": tuple(decided[entry.name] for entry in plan.layers)})
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """`*` and `?` are wildcards, brackets are what they are: exported names are full of them."""
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+def _options(layer: ConvLayer, device: Device, plan: Plan, choice: str) -> list[Candidate]:
+    """The candidates that a choice other than dense allows, fastest first."""
+    if not layer.eligible:
+        return []
+    found = candidates(layer, device, plan.precision, plan.batch)
+    return [option for option in found if choice in (SPARSE, option[0].name)]
 
 
 def _choices() -> tuple[str, ...]:
@@ -182,10 +196,8 @@ def _choices() -> tuple[str, ...]:
 def _forced(layer: ConvLayer, entry: LayerPlan, device: Device, plan: Plan, choice: str) -> LayerPlan:
     if choice == DENSE:
         return entry.model_copy(update={"choice": DENSE, "config": {}, "forced": True, "reason": "dense as asked"})
-    options = [
-        option for option in candidates(layer, device, plan.precision, plan.batch) if choice in (SPARSE, option[0].name)
-    ]
-    if not layer.eligible or not options:
+    options = _options(layer, device, plan, choice)
+    if not options:
         reasons = [reason.text for reason in layer.ineligible] or [f"kernel {choice} does not support it"]
         raise InputError(
             f"layer {layer.name}: {choice} was asked for, but {'; '.join(dict.fromkeys(reasons))}. Leave it dense, or choose another kernel."
@@ -207,48 +219,80 @@ def with_kernel(
     )
 
 
-def load_plan(path: Path, scan: Scan, device: Device) -> Plan:
-    """Read an edited plan for this model; raises InputError with the field's path."""
+def load_plan(path: Path, scan: Scan, device: Device, precision: Precision | None = None) -> Plan:
+    """Read an edited plan for this model; raises InputError with the field's path.
+
+    Choices, configurations and measured times are the file's; times, crossovers and sparsity are predicted anew, since
+    the model's weights, the batch or `precision` (None: the plan's) may be others than those planned for. A plan of
+    another file is taken where that has the same convolutions, as a checkpoint trained further does, and reasons say so.
+    """
     try:
         text = path.read_bytes()
     except OSError as error:
         raise InputError(
             f"--plan {path}: {error.strerror}. Make one with `sparsedeploy scan MODEL --save-plan {path}`."
         ) from error
-    plan = Plan.from_json(text, path)
-    if plan.target != device.name:
+    saved = Plan.from_json(text, path)
+    if saved.target != device.name:
         raise InputError(
-            f"{path}: target: the plan is for {plan.target}, --target says {device.name}. Use the same, or plan again."
+            f"{path}: target: the plan is for {saved.target}, --target says {device.name}. Use the same, or plan again."
         )
+    entries: dict[str, tuple[int, LayerPlan]] = {}
+    for i, entry in enumerate(saved.layers):
+        if entry.name in entries:
+            raise InputError(
+                f"{path}: layers.{i}.name: {entry.name!r} has an entry already, layers.{entries[entry.name][0]}. Keep one."
+            )
+        entries[entry.name] = (i, entry)
     layers = {layer.name: layer for layer in scan.layers}
-    missing = [name for name in layers if name not in {entry.name for entry in plan.layers}]
+    if strange := [(i, name) for name, (i, _) in entries.items() if name not in layers]:
+        raise InputError(
+            f"{path}: layers.{strange[0][0]}.name: the model has no convolution {strange[0][1]!r}. Is the plan of another model?"
+        )
+    missing = [name for name in layers if name not in entries]
     if missing:
         raise InputError(
             f"{path}: layers: no entry for {missing[0]!r} ({len(missing)} missing). Plan this model again with --save-plan."
         )
-    for i, entry in enumerate(plan.layers):
-        _check_entry(path, i, entry, layers, device, plan)
-    return plan
+    fresh = make_plan(scan, device, precision or saved.precision)
+    origin = path.name if saved.model_hash == scan.model_hash else f"{path.name} (made for another file, {saved.model})"
+    taken = [_taken(path, *entries[now.name], now, layers[now.name], device, fresh, origin) for now in fresh.layers]
+    return fresh.model_copy(update={"layers": tuple(taken)})
 
 
-def _check_entry(
-    path: Path, i: int, entry: LayerPlan, layers: Mapping[str, ConvLayer], device: Device, plan: Plan
-) -> None:
-    if entry.name not in layers:
-        raise InputError(
-            f"{path}: layers.{i}.name: the model has no convolution {entry.name!r}. Is the plan of another model?"
-        )
+def _taken(
+    path: Path, i: int, entry: LayerPlan, now: LayerPlan, layer: ConvLayer, device: Device, plan: Plan, origin: str
+) -> LayerPlan:
+    """A saved entry's decision on today's prediction; raises InputError where it cannot be carried out."""
+    now = now.model_copy(update={"measured": entry.measured, "forced": entry.forced})
     if entry.choice == DENSE:
-        return
-    layer = layers[entry.name]
+        if now.choice == DENSE:
+            return now
+        reason = f"dense as {origin} says; {now.reason}"
+        return now.model_copy(update={"choice": DENSE, "config": {}, "forced": True, "reason": reason})
     kernels = {kernel.name: kernel for kernel in KERNELS}
-    if entry.choice not in kernels:
-        raise InputError(f"{path}: layers.{i}.choice: {entry.choice!r} is none of {', '.join((DENSE, *kernels))}.")
-    refusal = layer.ineligible[0] if layer.ineligible else kernels[entry.choice].supports(layer, device, plan.precision)
-    if refusal:
-        raise InputError(
-            f"{path}: layers.{i}.choice: {entry.choice} cannot run {entry.name}: {refusal.text}. Set it to dense."
-        )
+    if entry.choice not in _choices():
+        raise InputError(f"{path}: layers.{i}.choice: {entry.choice!r} is none of {', '.join(_choices())}.")
+    options = _options(layer, device, plan, entry.choice)
+    if not options:
+        refusal = layer.ineligible[0] if layer.ineligible else None
+        if refusal is None and entry.choice in kernels:
+            refusal = kernels[entry.choice].supports(layer, device, plan.precision)
+        why = refusal.text if refusal else "no kernel supports it"
+        raise InputError(f"{path}: layers.{i}.choice: {entry.choice} cannot run {entry.name}: {why}. Set it to dense.")
+    kernel, config, prediction = options[0]
+    if entry.choice != SPARSE and entry.config:
+        known = {key for each, _ in kernel.configs(layer, device, plan.precision, plan.batch) for key in each}
+        if unknown := sorted(set(entry.config) - known):
+            raise InputError(
+                f"{path}: layers.{i}.config.{unknown[0]}: kernel {kernel.name} has no such parameter; it has "
+                f"{', '.join(sorted(known)) or 'none'}. Set config to {{}} for the default."
+            )
+        config = entry.config
+    if kernel.name == now.choice:
+        return now.model_copy(update={"config": config})
+    reason = f"{entry.choice} as {origin} says; {now.reason}"
+    return with_kernel(now, kernel.name, config, prediction, reason, forced=True)
 
 
 class Totals(Record):
@@ -282,7 +326,7 @@ def nothing_to_convert(scan: Scan, plan: Plan) -> str | None:
     if all(layer.sparsity == 0 for layer in eligible):
         return f"0 % zeros ({share})"
     decided = {entry.name: entry for entry in plan.layers}
-    if all(decided[layer.name].reason == "dense as asked" for layer in eligible):
+    if all(decided[layer.name].forced for layer in eligible):
         return "every layer is dense as asked"
     zeros = [layer.sparsity for layer in eligible if layer.sparsity > 0]
     needed = [decided[layer.name].crossover for layer in eligible]
@@ -299,10 +343,11 @@ def _common_reason(scan: Scan) -> str:
     return max(texts, key=texts.count) if texts else "no reason recorded"
 
 
-def judge(scan: Scan, plan: Plan, model: str) -> Scan:
-    """The scan with its verdict and the next command."""
-    why = nothing_to_convert(scan, plan)
-    target = f"--target {plan.target}" + (f" --precision {plan.precision}" if plan.precision != "fp32" else "")
+def judge(scan: Scan, plan: Plan, model: str, options: Sequence[str] = ()) -> Scan:
+    """The scan with its verdict and the next command, ready to paste: `options` are what reading this model needed."""
+    why, model = nothing_to_convert(scan, plan), shlex.quote(model)
+    given = " ".join(["", *(shlex.quote(word) for word in options)])
+    target = f"--target {plan.target}" + (f" --precision {plan.precision}" if plan.precision != "fp32" else "") + given
     if why:
         zeros = any(layer.eligible and layer.sparsity > 0 for layer in scan.layers)
         verdict = f"nothing to convert: {why}."
@@ -316,6 +361,6 @@ def judge(scan: Scan, plan: Plan, model: str) -> Scan:
     verdict = (
         f"convert: {total.sparse_layers} of {scan.summary.convolutions} convolutions are predicted faster sparse on "
         f"{plan.target} ({plan.precision}, batch {plan.batch}): all convolutions {format_us(total.dense_us)} us dense, "
-        f"{format_us(total.planned_us)} us as planned ({total.dense_us / total.planned_us:.2f}x). Predicted, not measured."
+        f"{format_us(total.planned_us)} us as planned ({total.dense_us / (total.planned_us or 1.0):.2f}x). Predicted, not measured."
     )
     return scan.model_copy(update={"verdict": verdict, "next_command": f"sparsedeploy convert {model} {target}"})

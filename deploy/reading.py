@@ -359,7 +359,7 @@ def _weight_facts(
     """dtype, shape and zeros of a weight that no kernel runs: counted all the same, where it is a constant float."""
     shape = _weight_shape(graph, node, shapes)
     tensor = graph.initializers.get(node.input[1]) if len(node.input) > 1 else None
-    if tensor is None or tensor.data_type not in _FLOAT_TYPES or len(shape) < 3:
+    if tensor is None or tensor.data_type not in _FLOAT_TYPES or len(shape) < 3 or 0 in shape:
         return _WeightFacts(dtype="unknown", shape=shape, zeros=None)
     weight = graph.array(tensor.name)
     assert weight is not None
