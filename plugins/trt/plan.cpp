@@ -91,11 +91,13 @@ Op readOp(Words& words) {
         op.bytes = Expr::read(words);
         return op;
     }
+    bool ascii = true;
     for (int32_t letters = words.count(); letters > 0; --letters) {
         int32_t const letter = words.next();
-        if (letter <= 0 || letter >= 128) throw Error("the launch plan holds an entry name that is not ASCII");
+        ascii = ascii && letter > 0 && letter < 128;
         op.entry += static_cast<char>(letter);
     }
+    if (!ascii) throw Error("the launch plan holds an entry name that is not ASCII");
     for (Expr& size : op.grid) size = Expr::read(words);
     for (int32_t& size : op.block) size = words.next();
     op.sharedBytes = words.next();

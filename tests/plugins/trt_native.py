@@ -21,7 +21,7 @@ def compile_native(out: Path, sources: list[Path], *flags: str) -> Path:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler (c++) on this machine")
-    command = [compiler, "-std=c++14", "-O1", *STRICT, f"-I{HOST}", f"-I{PLUGIN}", *map(str, sources), "-o", str(out)]
+    command = [compiler, "-std=c++14", "-O0", *STRICT, f"-I{HOST}", f"-I{PLUGIN}", *map(str, sources), "-o", str(out)]
     result = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return out
