@@ -7,10 +7,11 @@ Gather indices.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from sparsedeploy.converters.graph import (
     Array,
@@ -203,23 +204,26 @@ _FORMS: dict[str, Callable[[_Scope, NodeProto], str | None]] = {
 
 
 def sidestep_misreadings(model: Model) -> None:
-    """Respell what the parsers of TensorRT 8.0 and 8.2 read wrongly without an error, in place; the meaning stays.
+    """Respell what the parsers of TensorRT 8.0 and 8.2 read wrongly or refuse, in place; the meaning stays.
 
     - Constant value_int and value_ints (read through float fields, they come out as zero and as nothing): `value`.
     - Clip with fp16 bounds (their bytes are read as fp32): Max and Min.
+    - BatchNormalization with constant fp16 statistics (computed step by step with an fp32 epsilon): Mul and Add.
     - Pad with an fp16 constant of zero (read as fp32): the constant, which is the default, goes.
     - Gather with constant negative indices (not counted from the end): counted from the start, where sizes are known.
     - The default domain imported as "ai.onnx" (looked up as ""): spelled "".
+    - An input that must be constant and is computed from constants alone (the pads of torch's older exporter): computed.
     What was done goes to `model.notes`; a model without any of these is not touched.
     """
     proto = model.proto
-    counts: dict[str, int] = {}
+    counts: dict[str, int] = dict(_compute_constants(model))
     types = infer_types(model)
     for scope, node in list(_walk(_Scope(model, proto.graph, types))):
         if node.domain in ("", "ai.onnx"):
-            step = _RESPELLED.get(node.op_type)
+            operator = node.op_type
+            step = _RESPELLED.get(operator)
             if step is not None and step(scope, node):
-                counts[node.op_type] = counts.get(node.op_type, 0) + 1
+                counts[operator] = counts.get(operator, 0) + 1
             if node.domain:
                 node.domain = ""
     if any(entry.domain == "ai.onnx" for entry in proto.opset_import):
@@ -229,7 +233,53 @@ def sidestep_misreadings(model: Model) -> None:
         proto.opset_import.extend([helper.make_opsetid("", version), *others])
     if counts:
         listed = ", ".join(f"{op} x{count}" if count > 1 else op for op, count in sorted(counts.items()))
-        model.notes.append(f"respelled for TensorRT 8.0's parser, which misreads these forms: {listed}")
+        model.notes.append(f"respelled for TensorRT 8.0's parser, which refuses or misreads these forms: {listed}")
+
+
+def _compute_constants(model: Model) -> Counter[str]:
+    """Replace inputs of main-graph nodes that must be constant and are made of constants; how many per operator."""
+    done: Counter[str] = Counter()
+    for node in list(model.proto.graph.node):
+        position = _MUST_BE_CONSTANT.get(node.op_type)
+        name = node.input[position] if position is not None and position < len(node.input) else ""
+        if not name or node.domain not in ("", "ai.onnx") or model.graph.array(name) is not None:
+            continue
+        value = _computed(model, name)
+        if value is not None and position is not None:
+            scope = _Scope(model, model.proto.graph, Types())
+            node.input[position] = _add(scope, value, f"{node_label(node)}/constant")
+            remove_orphans(model.proto.graph, [name])
+            done[node.op_type] += 1
+    return done
+
+
+def _computed(model: Model, name: str) -> Array | None:
+    """A value that depends on no input of the graph, by ONNX Runtime; None when it does depend on one."""
+    import onnxruntime as ort
+
+    index, needed, pending = model.graph, set[str](), [name]
+    graph = GraphProto(name="constant", output=[ValueInfoProto(name=name)])
+    while pending:
+        wanted = pending.pop()
+        if wanted in needed or not wanted:
+            continue
+        needed.add(wanted)
+        producer = index.producer(wanted)
+        if producer is not None and not any(True for _ in bodies(producer)):
+            pending += producer.input
+        elif wanted in index.initializers:
+            graph.initializer.append(numpy_helper.from_array(np.asarray(index.array(wanted)), wanted))
+        else:
+            return None
+    graph.node.extend(node for node in model.proto.graph.node if not needed.isdisjoint(node.output))
+    small = helper.make_model(graph, opset_imports=model.proto.opset_import, ir_version=max(4, model.proto.ir_version))
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession(small.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return np.asarray(session.run([name], {})[0])
+    except Exception:  # onnxruntime's exceptions share no base; the node is then listed as unsupported
+        return None
 
 
 def _constant_as_tensor(scope: _Scope, node: NodeProto) -> bool:
@@ -257,6 +307,43 @@ def _clip_as_max_min(scope: _Scope, node: NodeProto) -> bool:
     return True
 
 
+def _batchnorm_as_mul_add(scope: _Scope, node: NodeProto) -> bool:
+    """Also the faster form: TensorRT folds fp32 statistics by itself, fp16 ones it does not."""
+    parameters = [scope.array(name) for name in node.input[1:5]]
+    shape = scope.types.get(node.input[0]).shape
+    if shape is None or any(value is None or value.dtype != np.float16 for value in parameters) or node.output[1:]:
+        return False
+    gone = list(node.input[1:5])
+    scale, bias, mean, variance = (np.asarray(value, np.float64) for value in parameters)
+    epsilon = attribute(node, "epsilon", 1e-5)
+    factor = scale / np.sqrt(variance + (epsilon if isinstance(epsilon, float) else 1e-5))
+    names = []
+    for wish, value in (("factor", factor), ("shift", bias - mean * factor)):
+        half = value.astype(np.float16)
+        if not np.isfinite(half).all():
+            return False
+        names.append(_add(scope, half.reshape(-1, *[1] * (len(shape) - 2)), f"{node_label(node)}/{wish}"))
+    scaled = fresh_name(scope.graph, f"{node_label(node)}/scaled")
+    position = next(i for i, entry in enumerate(scope.graph.node) if entry is node)
+    multiply = helper.make_node("Mul", [node.input[0], names[0]], [scaled], name=scaled)
+    scope.graph.node.insert(position, multiply)
+    node.op_type = "Add"
+    node.input[:] = [scaled, names[1]]
+    del node.attribute[:]
+    remove_orphans(scope.graph, gone)
+    return True
+
+
+def _add(scope: _Scope, value: Array, wish: str) -> str:
+    """A new constant of the scope's graph; its name."""
+    name = fresh_name(scope.graph, wish)
+    scope.graph.initializer.append(numpy_helper.from_array(value, name))
+    if scope.model.proto.ir_version < 4:
+        kind = helper.np_dtype_to_tensor_dtype(value.dtype)
+        scope.graph.input.append(helper.make_tensor_value_info(name, kind, value.shape))
+    return name
+
+
 def _pad_by_default(scope: _Scope, node: NodeProto) -> bool:
     value = scope.array(node.input[2]) if len(node.input) > 2 and node.input[2] else None
     if value is None or value.dtype != np.float16 or np.any(value):
@@ -275,20 +362,20 @@ def _gather_from_start(scope: _Scope, node: NodeProto) -> bool:
     size, values = shape[axis], np.asarray(indices, np.int64)
     if size is None or not np.any(values < 0):
         return False
-    gone, name = node.input[1], fresh_name(scope.graph, f"{node_label(node)}/indices")
     positive = np.where(values < 0, values + size, values).astype(indices.dtype)
-    scope.graph.initializer.append(numpy_helper.from_array(positive, name))
-    if scope.model.proto.ir_version < 4:
-        kind = helper.np_dtype_to_tensor_dtype(positive.dtype)
-        scope.graph.input.append(helper.make_tensor_value_info(name, kind, positive.shape))
-    node.input[1] = name
+    gone, node.input[1] = node.input[1], _add(scope, positive, f"{node_label(node)}/indices")
     remove_orphans(scope.graph, [gone])
     return True
 
 
+_MUST_BE_CONSTANT = {
+    "Pad": 1, "Resize": 2, "Upsample": 1, "Split": 1, "Squeeze": 1, "ReduceSum": 1, "TopK": 1, "CumSum": 1,
+}  # fmt: skip
+
 _RESPELLED: dict[str, Callable[[_Scope, NodeProto], bool]] = {
     "Constant": _constant_as_tensor,
     "Clip": _clip_as_max_min,
+    "BatchNormalization": _batchnorm_as_mul_add,
     "Pad": _pad_by_default,
     "Gather": _gather_from_start,
 }

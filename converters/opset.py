@@ -274,7 +274,8 @@ def _lower_node(site: _Site) -> None:
         if older is None:
             site.refuse(_NO_FORM.get(operator, f"the operator is new in opset {version}"))
         if step is None and version not in RELABELLED.get(operator, ()):
-            site.refuse(f"no step from its definition of opset {version} to the one of {older} is known here")
+            unknown = f"no step from its definition of opset {version} to the one of {older} is known here"
+            site.refuse(_NO_FORM.get(operator, unknown))
         version = older
     if lowered:
         (work.rewritten if rewritten else work.relabelled)[operator] += 1

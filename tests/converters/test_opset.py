@@ -529,6 +529,7 @@ REFUSED: dict[str, tuple[str, int, Case, str]] = {
         "half_pixel",
     ),
     "grid sample": ("GridSample", 16, Case({"x": X, "g": rand(2, 3, 3, 2)}), "GridSample is new in opset 16"),
+    "grid sample of today": ("GridSample", 22, Case({"x": X, "g": rand(2, 3, 3, 2)}), "GridSample is new in opset 16"),
     "new operator": ("Trilu", 14, Case({"x": rand(3, 3)}), "new in opset 14"),
     "mean output": ("LayerNormalization", 17, Case(FLOATS, {"s": rand(6)}, outputs=2), "mean or deviation output"),
 }  # fmt: skip
