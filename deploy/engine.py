@@ -1,0 +1,489 @@
+"""Engines: built from a bundle by TensorRT or TensorRT-RTX in a process of their own, recorded, checked before loading.
+
+The only importer of TensorRT. `python -m sparsedeploy.engine REQUEST OUTCOME` is the build process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import mmap
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparsedeploy.bundle import DENSE_MODEL, MANIFEST, SPARSE_MODEL, Manifest, read_manifest
+from sparsedeploy.converters.load import load
+from sparsedeploy.converters.rewrite import read_nodes
+from sparsedeploy.engine_build import (
+    STAGE,
+    TITLES,
+    Answer,
+    Backend,
+    Outcome,
+    Profile,
+    Refusal,
+    Request,
+    build,
+    install_hint,
+)
+from sparsedeploy.engine_file import (
+    EngineRecord,
+    PluginFile,
+    Which,
+    check_header,
+    describe,
+    engine_name,
+    load_check,
+    record_path,
+)
+from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
+from sparsedeploy.gpu import first_gpu
+from sparsedeploy.plugins.node import ABI_VERSION, OP_TYPE
+from sparsedeploy.reading import file_hash
+
+__all__ = [
+    "BACKENDS",
+    "RTX_SMS",
+    "Backend",
+    "Build",
+    "EngineRecord",
+    "Profile",
+    "build_engine",
+    "describe",
+    "load_check",
+]
+
+BACKENDS: tuple[Backend, ...] = ("tensorrt", "tensorrt_rtx")
+"""In order of preference where a machine has both: TensorRT times its choices on the GPU."""
+MODULES: dict[Backend, str] = {"tensorrt_rtx": "tensorrt_rtx_bindings", "tensorrt": "tensorrt"}
+RTX_LIBRARIES = "tensorrt_rtx_libs"
+RTX_SMS = (75, 80, 86, 89, 120, 121)
+"""Compute capabilities that TensorRT-RTX 1.7 builds for and runs on."""
+RTX_SONAME = "libtensorrt_rtx.so"
+"""What its ONNX parser opens when it meets a plugin node; the wheel ships only `libtensorrt_rtx.so.1`."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """How to build an engine from a bundle."""
+
+    backend: Backend | None = None
+    """None: TensorRT where this machine has it and the target's GPU, else TensorRT-RTX."""
+    which: Which | None = None
+    """None: sparse, or dense where nothing was converted."""
+    plugin: Path | None = None
+    """The plugin library built for this back end; needed for a sparse engine."""
+    embed_plugin: bool = False
+    tf32: bool = False
+    batch: tuple[int, int, int] | None = None
+    """Smallest, usual, largest batch of inputs that leave it open; None: 1, and the manifest's for the other two."""
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
+    workspace_mb: int | None = None
+    log: Path | None = None
+    """Where to keep the whole build log."""
+    timeout_s: float | None = None
+    tell: Callable[[str], None] = lambda stage: None
+
+
+def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
+    """Build the engine of a bundle's target into the bundle, with its record, and enter both in the manifest.
+
+    Raises SparseDeployError; the bundle is then as it was before.
+    """
+    options = options or Build()
+    manifest = read_manifest(bundle)
+    which = options.which or ("sparse" if manifest.sparse_layers else "dense")
+    backend = choose_backend(options.backend, manifest)
+    model = bundle / (SPARSE_MODEL if which == "sparse" else DENSE_MODEL)
+    options.tell("reading the nodes")
+    nodes = _check_nodes(bundle, manifest, model) if which == "sparse" else ()
+    plugin = _check_plugin(options.plugin, backend, model) if nodes else None
+    options.tell(f"building with {TITLES[backend]}")
+    with tempfile.TemporaryDirectory(prefix="sparsedeploy-build-") as folder:
+        work = Path(folder)
+        request = _request(options, manifest, backend, model, nodes, plugin, work)
+        try:
+            answer = _run(request, work, options.timeout_s)
+        finally:
+            if options.log and (work / "log").is_file():
+                shutil.copyfile(work / "log", options.log)
+        made = Path(request.engine)
+        _check_made(made, backend, plugin if options.embed_plugin else None)
+        record = _record(request, answer, manifest, which, plugin)
+        _publish(bundle, manifest, record, made, plugin)
+    return record
+
+
+def _request(
+    options: Build,
+    manifest: Manifest,
+    backend: Backend,
+    model: Path,
+    nodes: tuple[str, ...],
+    plugin: Path | None,
+    work: Path,
+) -> Request:
+    return Request(
+        backend=backend,
+        model=str(model.resolve()),
+        engine=str(work / "engine"),
+        log=str(work / "log"),
+        sm=manifest.sm,
+        tf32=options.tf32,
+        batch=options.batch or (1, manifest.batch, manifest.batch),
+        inputs=manifest.inputs,
+        profiles=dict(options.profiles),
+        plugin=str(plugin) if plugin else None,
+        embed_plugin=options.embed_plugin,
+        plugin_nodes=nodes,
+        workspace_mb=options.workspace_mb,
+        timing_cache=_timing_cache(backend, manifest.sm),
+    )
+
+
+def _record(request: Request, answer: Answer, manifest: Manifest, which: Which, plugin: Path | None) -> EngineRecord:
+    made, model = Path(request.engine), Path(request.model)
+    side = model.with_name(model.name + ".data")
+    sources = [path for path in (model, side) if path.is_file()]
+    return EngineRecord(
+        engine=engine_name(request.backend, manifest.sm, which),
+        engine_bytes=made.stat().st_size,
+        engine_hash=file_hash(made),
+        backend=request.backend,
+        backend_version=answer.version,
+        loads_in=_loads_in(request.backend, answer.version, manifest.sm, plugin, request.embed_plugin),
+        target=manifest.target,
+        sm=manifest.sm,
+        which=which,
+        precision=manifest.precision,
+        tf32=request.tf32,
+        inputs=answer.inputs,
+        outputs=answer.outputs,
+        profiles=answer.profiles,
+        workspace_mb=request.workspace_mb,
+        sparse_layers=len(request.plugin_nodes),
+        plugin_layers=answer.plugin_layers,
+        layer_types=answer.layer_types,
+        plugin=_plugin_file(plugin, request.embed_plugin) if plugin else None,
+        model_bytes=sum(path.stat().st_size for path in sources),
+        sources={path.name: file_hash(path) for path in sources},
+        build_seconds=answer.seconds,
+    )
+
+
+def choose_backend(asked: Backend | None, manifest: Manifest) -> Backend:
+    """The back end to build with on this machine; raises MachineError in words where there is none for the target."""
+    if asked is not None:
+        if why := _why_not(asked, manifest):
+            raise MachineError(why)
+        return asked
+    reasons = {backend: _why_not(backend, manifest) for backend in BACKENDS}
+    for backend, why in reasons.items():
+        if why is None:
+            return backend
+    if manifest.sm not in RTX_SMS:  # installing a wheel would not help
+        raise MachineError(str(reasons["tensorrt_rtx"]))
+    raise MachineError(f"No engine can be built here. {reasons['tensorrt_rtx']} {reasons['tensorrt']}")
+
+
+def _why_not(backend: Backend, manifest: Manifest) -> str | None:
+    """Why a back end cannot build for the bundle's target on this machine; None when it can."""
+    if backend == "tensorrt_rtx":
+        if manifest.sm not in RTX_SMS:
+            known = ", ".join(f"{sm // 10}.{sm % 10}" for sm in RTX_SMS)
+            return (
+                f"TensorRT-RTX does not build for {manifest.target}: that is compute capability "
+                f"{manifest.sm // 10}.{manifest.sm % 10}, it knows {known}. {_on_the_device(manifest)}"
+            )
+        if not _installed(MODULES[backend]) or not _installed(RTX_LIBRARIES):
+            return f"TensorRT-RTX is not installed in this Python ({sys.executable}): {install_hint(backend)}."
+        return None
+    gpu = first_gpu()
+    if not _installed(MODULES[backend]):
+        return f"TensorRT is not installed in this Python ({sys.executable}): {install_hint(backend)}."
+    if gpu is None:
+        return (
+            f"TensorRT builds on the GPU that the engine is for, and this machine has none. {_on_the_device(manifest)}"
+        )
+    if gpu.sm != manifest.sm:
+        return (
+            f"TensorRT builds for the GPU it runs on: here {gpu.name}, compute capability {gpu.sm // 10}.{gpu.sm % 10}; "
+            f"{manifest.target} has {manifest.sm // 10}.{manifest.sm % 10}. {_on_the_device(manifest)}"
+        )
+    return None
+
+
+def _on_the_device(manifest: Manifest) -> str:
+    if manifest.sm == 53:
+        return (
+            "Its engine is built on the device by TensorRT 8; the kit that does it there does not exist yet in this "
+            "version. The bundle's models stay valid for it."
+        )
+    return f"Build on the device itself: copy the bundle's folder {manifest.target}/ there and run its build.sh."
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def import_backend(backend: Backend) -> Any:
+    """The back end's module; raises MachineError in words where it cannot be imported."""
+    try:
+        return importlib.import_module(MODULES[backend])
+    except ImportError as error:
+        raise MachineError(
+            f"{TITLES[backend]} cannot be imported ({error}). Install it: {install_hint(backend)}."
+        ) from error
+
+
+def _check_nodes(bundle: Path, manifest: Manifest, model: Path) -> tuple[str, ...]:
+    """Names of the sparse nodes, in graph order; raises unless each can run in the engine asked for."""
+    if manifest.plugin_abi != ABI_VERSION:
+        raise InputError(
+            f"{bundle}: its nodes follow plugin ABI {manifest.plugin_abi}, this version of sparsedeploy builds plugins of ABI "
+            f"{ABI_VERSION}. Convert the model again with this version."
+        )
+    if not model.is_file():
+        raise InputError(
+            f"{bundle}: holds no sparse model: nothing was converted. Build the dense engine with --dense."
+        )
+    loaded = load(model)
+    nodes = read_nodes(loaded)
+    if bare := [node.layer for node in nodes.values() if not node.executable]:
+        more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
+        raise CheckFailed(
+            f"{bundle}: the sparse node of layer '{bare[0]}'{more} carries weights but no code, so no engine can run it. "
+            "Convert again with a kernel that has code for this target and precision (--layer NAME=KERNEL), or leave the "
+            "layer dense."
+        )
+    for node in nodes.values():
+        archs = sorted({image.arch for image in node.images})
+        if not any(_runs_on(image.kind, image.arch, manifest.sm) for image in node.images):
+            raise CheckFailed(
+                f"{bundle}: layer '{node.layer}' carries code for sm_{', sm_'.join(map(str, archs))}, not for {manifest.target} "
+                f"(sm_{manifest.sm}). Convert again with --target {manifest.target}."
+            )
+    return tuple(str(node.name) for node in loaded.proto.graph.node if node.op_type == OP_TYPE)
+
+
+def _runs_on(kind: str, arch: int, sm: int) -> bool:
+    """PTX is compiled for any later device; a cubin runs within its major version, from its own minor on."""
+    return arch <= sm if kind == "ptx" else arch // 10 == sm // 10 and arch <= sm
+
+
+def _check_plugin(plugin: Path | None, backend: Backend, model: Path) -> Path:
+    if plugin is None:
+        raise MachineError(
+            f"{model}: its sparse nodes need the plugin library for {TITLES[backend]}, none was given. Build it with "
+            "`sparsedeploy build --plugin-only`, or build the dense engine with --dense."
+        )
+    if not plugin.is_file():
+        raise MachineError(
+            f"{plugin}: no such plugin library. Build it with `sparsedeploy build --plugin-only`, or give the path of one."
+        )
+    with plugin.open("rb") as stream:
+        if stream.read(4) != b"\x7fELF":
+            raise MachineError(
+                f"{plugin}: is no shared library (.so). Give the plugin library that sparsedeploy built for "
+                f"{TITLES[backend]}, or build it with `sparsedeploy build --plugin-only`."
+            )
+    return plugin.resolve()
+
+
+def _timing_cache(backend: Backend, sm: int) -> str | None:
+    """One file per back end and compute capability; TensorRT starts it anew when its version changed. RTX times nothing."""
+    if backend == "tensorrt_rtx":
+        return None
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsedeploy"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None  # a cache is a convenience: a read-only home must not stop a build
+    return str(root / f"timing.{backend}.sm{sm}.cache")
+
+
+def _run(request: Request, work: Path, timeout_s: float | None) -> Answer:
+    """Build in a child process: TensorRT ends the process where it cannot go on, and that must become a message."""
+    (work / "request").write_text(request.to_json(), "utf-8")
+    environment = dict(os.environ)
+    if request.backend == "tensorrt_rtx":
+        _place_soname(work)
+        found = environment.get("LD_LIBRARY_PATH")
+        environment["LD_LIBRARY_PATH"] = str(work) + (os.pathsep + found if found else "")
+    command = [sys.executable, "-m", "sparsedeploy.engine", "request", "outcome"]
+    with (work / "output").open("wb") as output:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=work,  # the user's folder may hold a file named like a module of ours
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise MachineError(
+                f"{TITLES[request.backend]} did not finish within {timeout_s:g} s and was stopped. Allow more time, or build a "
+                "smaller model."
+            ) from error
+    outcome = work / "outcome"
+    if done.returncode == 0 and outcome.is_file():
+        result = Outcome.from_json(outcome.read_bytes(), outcome)
+        if result.answer is not None:
+            return result.answer
+        if result.refusal is not None:
+            raise _KINDS[result.refusal.kind](result.refusal.text)
+    raise MachineError(_post_mortem(request, done.returncode, work))
+
+
+_KINDS: dict[str, type[SparseDeployError]] = {kind.__name__: kind for kind in (InputError, CheckFailed, MachineError)}
+
+
+def _place_soname(work: Path) -> None:
+    """A link of the name that the parser opens, in a folder of ours: the installed wheel is not ours to change."""
+    spec = importlib.util.find_spec(RTX_LIBRARIES)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for library in sorted(Path(folder).glob(f"{RTX_SONAME}*")):
+            (work / RTX_SONAME).symlink_to(library.resolve())
+            return
+    raise MachineError(
+        f"TensorRT-RTX is incomplete: the package {RTX_LIBRARIES} holds no {RTX_SONAME}.1. Install it again: "
+        f"{install_hint('tensorrt_rtx')}."
+    )
+
+
+def _post_mortem(request: Request, code: int, work: Path) -> str:
+    """One paragraph for a build process that ended without an outcome."""
+    how = f"signal {-code} ({_signal_name(-code)})" if code < 0 else f"exit code {code}"
+    log = _lines(work / "log")
+    stages = [line.partition(": ")[2] for line in log if line.startswith(f"{STAGE}: ")]
+    doing = f" while {stages[-1]}" if stages else ""
+    last = [line for line in (*log, *_lines(work / "output")) if _is_error(line)]
+    said = f"; its last words: {last[-1][:300]}" if last else "; it said nothing"
+    advice = (
+        "The system ended it, most likely for want of memory: close other programs or add swap."
+        if -code == signal.SIGKILL
+        else "Keep the whole log with --log FILE and report it with the model; --dense shows whether the sparse nodes are the cause."
+    )
+    return f"{TITLES[request.backend]} ended the build process{doing} ({how}){said}. {advice}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+
+
+def _is_error(line: str) -> bool:
+    return (
+        line.startswith(("ERROR", "INTERNAL_ERROR", "terminate called", "free()", "malloc", "corrupted"))
+        or "Error: " in line
+    )
+
+
+def _check_made(engine: Path, backend: Backend, embedded: Path | None) -> None:
+    """Refuse an engine whose header contradicts what was built, or which lacks the library it should carry."""
+    check_header(engine, backend)
+    if embedded is None:
+        return
+    with engine.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as bytes_:
+        if bytes_.find(embedded.read_bytes()) < 0:
+            raise CheckFailed(
+                f"{TITLES[backend]} was asked to put {embedded.name} into the engine and did not. Build without --embed-plugin "
+                "and ship the library beside the engine."
+            )
+
+
+def _loads_in(backend: Backend, version: str, sm: int, plugin: Path | None, embedded: bool) -> str:
+    capability = f"compute capability {sm // 10}.{sm % 10}"
+    if backend == "tensorrt_rtx":
+        text = (
+            f"the TensorRT-RTX {version} runtime only, on a GPU of {capability}; not TensorRT, trtexec, Triton, DeepStream or "
+            "ONNX Runtime's TensorRT provider"
+        )
+    else:
+        text = f"the TensorRT {version} runtime, on a GPU of {capability} like the one it was built on"
+    if plugin is None:
+        return f"{text}; it needs no plugin"
+    if embedded:
+        return f"{text}; the plugin is inside: set engine_host_code_allowed before loading"
+    return f"{text}, after {plugin.name} was loaded (IPluginRegistry.load_library)"
+
+
+def _plugin_file(plugin: Path, embedded: bool) -> PluginFile:
+    return PluginFile(
+        file=plugin.name,
+        abi=ABI_VERSION,
+        sha256=file_hash(plugin),
+        size_bytes=plugin.stat().st_size,
+        embedded=embedded,
+    )
+
+
+def _publish(bundle: Path, manifest: Manifest, record: EngineRecord, made: Path, plugin: Path | None) -> None:
+    """Engine, record and plugin into the bundle, each by one rename; the manifest last, so that it never promises more."""
+    try:
+        _place(made, bundle / record.engine)
+        names = [record.engine, record_path(Path(record.engine)).name]
+        (bundle / f".{names[1]}.partial").write_text(record.to_json(), "utf-8")
+        (bundle / f".{names[1]}.partial").replace(bundle / names[1])
+        if plugin is not None and record.plugin and not record.plugin.embedded:
+            _place(plugin, bundle / plugin.name)
+            names.append(plugin.name)
+        add_to_manifest(bundle, manifest, names)
+    except OSError as error:
+        raise MachineError(
+            f"{bundle}: cannot be written ({error.strerror}). Free some space or change its permissions."
+        ) from error
+
+
+def _place(source: Path, target: Path) -> None:
+    if source.resolve() == target.resolve():
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.copyfile(source, partial)
+    partial.replace(target)
+
+
+def add_to_manifest(bundle: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    """Enter files made after the conversion (paths inside the bundle), so that `verify` knows them."""
+    files = dict(sorted({**manifest.files, **{name: file_hash(bundle / name) for name in names}}.items()))
+    text = manifest.model_copy(update={"files": files}).to_json()
+    partial = bundle / f".{MANIFEST}.partial"
+    partial.write_text(text, "utf-8")
+    partial.replace(bundle / MANIFEST)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The build process: a request file in, an outcome file out."""
+    request_file, outcome_file = (Path(name) for name in arguments)
+    request = Request.from_json(request_file.read_bytes(), request_file)
+    try:
+        outcome = Outcome(answer=build(import_backend(request.backend), request))
+    except (InputError, CheckFailed, MachineError) as error:
+        kind: Any = type(error).__name__
+        outcome = Outcome(refusal=Refusal(kind=kind, text=str(error)))
+    outcome_file.write_text(outcome.to_json(), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
