@@ -6,7 +6,8 @@ where input-channel splits are summed by a second launch, one entry `NAME_sum`. 
 What one block does. A *piece* is (output-channel list, input-channel range). A block runs one piece on one tile of output
 pixels: input rows with their halo go to shared memory in *stages* of a few channels through a ring of slots, each thread
 holds the sums of its pixels for all output channels of the piece, and per nonzero there is one fma whose weight is an
-immediate. `piece = ctaid.y * splits + ctaid.x % splits`, reached by a binary tree of `setp.lt.u32` / `@p bra`.
+immediate. Blocks are numbered `piece = ctaid.y * splits + ctaid.x % splits` or, pieces first, within ctaid.x; the code of a
+piece is reached by a binary tree of `setp.lt.u32` / `@p bra`.
 
 Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the end; labels `NAME:` alone on a line; `//` comments):
   directives   .version .target .address_size .extern .shared  .visible .entry NAME( .param .u64|.u32 NAME, ... )  .maxntid
@@ -208,7 +209,9 @@ class _Writer:
         self.op("ld.param.u64 %q0, [x]", "ld.param.u64 %q1, [y]", "ld.param.u32 %n, [n]")
         self.op("cvta.to.global.u64 %q0, %q0", "cvta.to.global.u64 %q1, %q1")
         self.op("mov.u32 %r1, %tid.x", "mov.u32 %r2, %ctaid.x", "mov.u32 %r0, %ctaid.y", "mov.u32 %r15, smem")
-        if s.splits > 1:
+        if s.pieces_first:
+            self._pieces_first()
+        elif s.splits > 1:
             self.op(f"rem.u32 %r3, %r2, {s.splits}", f"div.u32 %r2, %r2, {s.splits}", f"mad.lo.u32 %r0, %r0, {s.splits}, %r3")
         self.op("mov.u32 %r4, 0")
         if s.strips > 1:
@@ -221,6 +224,17 @@ class _Writer:
             self.op("barrier.cluster.arrive.aligned")
         if s.dependent:
             self.op("griddepcontrol.launch_dependents", "griddepcontrol.wait")
+
+    def _pieces_first(self) -> None:
+        """%r0: piece, %r2: tile, where ctaid.x counts blocks of a cluster fastest, then pieces, then tiles."""
+        s = self.s
+        inside = s.splits if s.combine == "cluster" else 1
+        others = len(self.pieces) // inside
+        self.op(f"rem.u32 %r3, %r2, {s.cluster}", f"div.u32 %r2, %r2, {s.cluster}")
+        self.op(f"rem.u32 %r0, %r2, {others}", f"div.u32 %r2, %r2, {others}")
+        if inside > 1:
+            self.op(f"rem.u32 %r4, %r3, {inside}", f"div.u32 %r3, %r3, {inside}", f"mad.lo.u32 %r0, %r0, {inside}, %r4")
+        self.op(f"mad.lo.u32 %r2, %r2, {s.mates}, %r3")
 
     def _clear(self) -> None:
         """Zero the columns beside the image in every row of the ring: nothing else writes them, so once is enough."""
@@ -503,19 +517,26 @@ class _Writer:
     def _finish(self, oc: int, j: int, source: str) -> None:
         """Epilogue and store of one sum (a pair of sums in h2)."""
         s, g = self.s, self.g
-        base = (oc * g.oh + j) * g.ow * s.global_bytes
         if s.mode != "h2":
-            self._finish_one(source, base, f"%s{j}")
+            self._finish_one(source, (oc * g.oh + j) * g.ow * s.global_bytes, f"%s{j}")
             return
-        self.op(f"mov.b32 {{%h0, %h1}}, {source}", "cvt.f32.f16 %o2, %h0", "cvt.f32.f16 %o3, %h1")
+        self.op(f"mov.b32 {{%h0, %h1}}, {source}")
+        if _plain(self.epilogue):
+            base, second = self._pair_places(oc, j)
+            self.op(f"@%s{j} st.global.b16 [%y+{base}], %h0", f"@%t{j} st.global.b16 [%y+{second}], %h1")
+            return
+        self.op("cvt.f32.f16 %o2, %h0", "cvt.f32.f16 %o3, %h1")
         self._finish_pair(oc, j)
 
-    def _finish_pair(self, oc: int, j: int) -> None:
+    def _pair_places(self, oc: int, j: int) -> tuple[int, int]:
         s, g = self.s, self.g
         base = (oc * g.oh + j) * g.ow * s.global_bytes
-        distance = g.oc * self.plane_out * 2 if s.pair == "image" else s.half_rows * g.ow * 2
+        return base, base + (g.oc * self.plane_out * 2 if s.pair == "image" else s.half_rows * g.ow * 2)
+
+    def _finish_pair(self, oc: int, j: int) -> None:
+        base, second = self._pair_places(oc, j)
         self._finish_one("%o2", base, f"%s{j}")
-        self._finish_one("%o3", base + distance, f"%t{j}")
+        self._finish_one("%o3", second, f"%t{j}")
 
     def _finish_one(self, source: str, offset: int, guard: str) -> None:
         s, e = self.s, self.epilogue

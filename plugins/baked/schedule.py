@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsedeploy.layer import Geometry
-from sparsedeploy.plugins.launch import Expr, var
+from sparsedeploy.plugins.launch import Expr, const, var
 
 Mode = Literal["f32", "hf", "h2"]
 Pair = Literal["none", "image", "row"]
@@ -79,6 +79,9 @@ class Schedule:
     mates: int = 1
     """Blocks of one piece, on neighbouring tiles, that form a cluster: they share a GPC, whose instruction cache then
     fetches their code once (sm_90 and later)."""
+    pieces_first: bool = False
+    """Neighbouring clusters run different pieces, not different tiles: clusters are dealt to the GPCs in turn, so that a
+    GPC meets fewer pieces where their number is a multiple of the GPCs'."""
     pixels: int = 256
     """Threads of a block that have a pixel."""
     rows: int = 1
@@ -135,9 +138,10 @@ class Schedule:
         """Blocks of a cluster: the splits that are summed in it, times the mates."""
         return self.mates * (self.splits if self.combine == "cluster" else 1)
 
-    def grid_x(self) -> Expr:
-        """Blocks along x: tiles, rounded up to whole clusters, times splits."""
-        return self.tiles().ceil_div(self.mates) * (self.mates * self.splits)
+    def grid(self, groups: int) -> tuple[Expr, Expr, Expr]:
+        """Blocks of a launch whose pieces form `groups` groups of output channels."""
+        tiles = self.tiles().ceil_div(self.mates) * (self.mates * self.splits)
+        return (tiles * groups, const(1), const(1)) if self.pieces_first else (tiles, const(groups), const(1))
 
     def tiles(self) -> Expr:
         """Tiles over the batch."""
