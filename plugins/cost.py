@@ -31,12 +31,14 @@ class Ceilings:
     cluster_tbs: float
     """Stores to other blocks' shared memory, whole chip."""
     l2_mb: float
-    fetch_kb: float
-    """Code that an SM keeps close."""
+    gpcs: int
+    """Groups of SMs that share an instruction cache."""
+    gpc_code_kb: float
+    """Code that this cache holds: what fits is fetched from L2 once for all its SMs."""
+    gpc_sharing: float
+    """How many SMs use one fetch on average when it does not fit."""
     near_clocks: float
-    """Clocks per instruction of straight-line code that is kept close, however few warps run it."""
-    far_clocks: float
-    """The same for code that streams from L2."""
+    """Clocks per instruction of straight-line code at least, however few warps run it."""
     launch_us: float
     """One more launch in a replayed graph, an empty kernel."""
     start_us: float
@@ -49,8 +51,8 @@ class Ceilings:
 
 H200 = Ceilings(
     source="measured on an H200", sm_count=132, clock_ghz=1.98, schedulers=4, issue_share=0.80, shared_bytes=128,
-    l2_tbs=5.5, hbm_tbs=4.2, cluster_tbs=2.6, l2_mb=60, fetch_kb=128, near_clocks=2.3, far_clocks=6.0, launch_us=0.7,
-    start_us=1.2, sync_us=0.8,
+    l2_tbs=5.5, hbm_tbs=4.2, cluster_tbs=2.6, l2_mb=60, gpcs=8, gpc_code_kb=128, gpc_sharing=2.4, near_clocks=2.4, launch_us=0.7, start_us=1.9,
+    sync_us=0.5,
 )  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def ceilings(device: Device) -> Ceilings:
         sm_count=device.sm_count, clock_ghz=clock, l2_tbs=max(1.4 * device.bandwidth_gbs / 1e3, H200.l2_tbs * scale),
         hbm_tbs=device.bandwidth_gbs * 0.875 / 1e3, cluster_tbs=H200.cluster_tbs * scale, l2_mb=device.l2_mb,
         shared_kb=device.shared_kb_per_block, launch_us=1.0 if device.sm >= 80 else 5.0,
-        registers=32768 if device.sm == 53 else 65536,
+        gpcs=max(1, round(device.sm_count / 16.5)), registers=32768 if device.sm == 53 else 65536,
     )  # fmt: skip
 
 
@@ -87,13 +89,15 @@ class Work:
     """Issued per warp of the longest piece."""
     loads: float
     """Shared-memory wavefronts per warp."""
-    code_bytes: float
-    """Of one piece."""
+    pieces: int
+    """Different codes; every block runs one, of `heaviest` instructions at most."""
     fill_bytes: float
     """Read into shared memory, halos and repeats counted."""
     read_bytes: float
     """Input, once."""
     write_bytes: float
+    cluster: int = 1
+    """Blocks per cluster."""
     cluster_bytes: float = 0.0
     planes_bytes: float = 0.0
     """Partial sums written and read again through memory."""
@@ -109,37 +113,55 @@ def resident(work: Work, c: Ceilings) -> int:
     return min(by_registers, by_shared, 2048 // (warps * 32), 32)
 
 
-def predict(work: Work, c: Ceilings) -> Prediction:
-    """Time in microseconds and the bound that is largest; inf when a block does not fit."""
+def slots(per_sm: int, cluster: int, c: Ceilings) -> int:
+    """Blocks that run at once. A cluster stays within one GPC, and the GPCs of a chip have unequal numbers of SMs."""
+    if cluster <= 1:
+        return per_sm * c.sm_count
+    even = c.sm_count / c.gpcs
+    sizes = (even + 1.5, even + 1.5, even, even - 2.5)
+    return sum(int(size * per_sm / cluster + 1e-6) for size in sizes) * cluster * c.gpcs // 4
+
+
+def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
+    """Time in microseconds and the bound that is largest; a huge time when a block does not fit."""
     per_sm = resident(work, c)
-    if per_sm < 1 or work.blocks < 1:
-        return Prediction(us=1e9, bound="launch", source="a block does not fit this device")
+    at_once = slots(per_sm, work.cluster, c) if per_sm else 0
+    if at_once < 1 or work.blocks < 1:
+        return 1e9, "launch"
     warps = -(-work.threads // 32)
-    rounds = -(-work.blocks // (per_sm * c.sm_count))
-    full, left = divmod(work.blocks, per_sm * c.sm_count)
+    full, left = divmod(work.blocks, at_once)
     clocks = issue = shared = fetch = 0.0
-    for count in [per_sm] * full + ([-(-left // c.sm_count)] if left else []):
-        deep = -(-count * warps // c.schedulers)
-        slots = deep * work.heaviest / c.issue_share
+    for blocks in [at_once] * min(full, 1) + ([left] if left else []):
+        times = full if blocks == at_once and full else 1
+        count = -(-blocks // min(c.sm_count, at_once))
+        busy = -(-count * warps // c.schedulers) * work.heaviest / c.issue_share
         words = count * warps * work.loads * 128 / c.shared_bytes
-        near = work.code_bytes <= c.fetch_kb * 1024
-        streamed = work.heaviest * (c.near_clocks if near else c.far_clocks)
-        clocks += max(slots, words, streamed) + 0.25 * words
-        issue, shared, fetch = issue + slots, shared + words, fetch + streamed
+        per_gpc = max(1.0, blocks / c.gpcs)
+        distinct = work.pieces * (1 - (1 - 1 / work.pieces) ** per_gpc) if work.pieces > 1 else 1.0
+        streamed = distinct * work.instructions
+        if streamed * 16 > c.gpc_code_kb * 1024:
+            streamed = max(streamed, per_gpc * work.instructions / c.gpc_sharing)
+        streamed = max(streamed, work.heaviest * c.near_clocks)
+        clocks += times * (max(busy, words, streamed) + 0.15 * (busy + words + streamed - max(busy, words, streamed)))
+        issue, shared, fetch = issue + times * busy, shared + times * words, fetch + times * streamed
     us = 1e-3 / c.clock_ghz
-    in_l2 = (work.read_bytes + work.write_bytes) < c.l2_mb * 1e6 * 0.8
+    in_l2 = (work.read_bytes + work.write_bytes) < c.l2_mb * 1e6 * 0.5
     memory = (work.read_bytes + work.write_bytes) / ((c.l2_tbs if in_l2 else c.hbm_tbs) * 1e6)
     fill = (work.fill_bytes + work.write_bytes) / (c.l2_tbs * 1e6)
     bounds = {"compute": issue * us, "shared": shared * us, "fetch": fetch * us, "l2": fill, "memory": memory}
     bound = max(bounds, key=lambda name: bounds[name])
+    rounds = max(1, full + (1 if left else 0))
     body = max(clocks * us, fill, memory)
-    # The last wave's stores drain after its sums; with many waves they hide behind the next one's.
-    drain = 0.5 * work.write_bytes / max(1, rounds) / (c.l2_tbs * 1e6)
+    # A round's stores leave when its sums are done: behind the next round's sums, but for the last.
+    drain = work.write_bytes / rounds / (c.l2_tbs * 1e6)
     combine = work.cluster_bytes / (c.cluster_tbs * 1e6) + (c.sync_us if work.cluster_bytes else 0.0)
     if work.planes_bytes:
         combine += work.planes_bytes / (c.l2_tbs * 1e6) + c.sync_us + c.launch_us
     fixed = c.launch_us + c.start_us
-    total = fixed + body + drain + combine
-    if fixed > body:
-        bound = "launch"
-    return Prediction(us=round(total, 2), bound=bound, source=c.source)
+    return fixed + body + drain + combine, "launch" if fixed > body else bound
+
+
+def predict(work: Work, c: Ceilings) -> Prediction:
+    """`time_us` as a record."""
+    us, bound = time_us(work, c)
+    return Prediction(us=round(us, 2), bound=bound, source=c.source)

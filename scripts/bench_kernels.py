@@ -69,6 +69,17 @@ class Driver:
             self.check(self.cuda.cuFuncSetAttribute(function, 8, ctypes.c_int(shared)), "dynamic shared memory")
         return function
 
+    def clusters(self, function: ctypes.c_void_p, op: dict[str, Any]) -> int:
+        """Clusters of a launch that the device runs at once."""
+        attribute = _Attribute()
+        attribute.id = 4
+        attribute.value[0], attribute.value[1], attribute.value[2] = op["cluster"], 1, 1
+        grid = (ctypes.c_uint * 3)(op["cluster"] * 1024, 1, 1)
+        config = _Config(grid, (ctypes.c_uint * 3)(*op["block"]), op["shared"], None, ctypes.pointer(attribute), 1)
+        count = ctypes.c_int()
+        self.check(self.cuda.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config)), "occupancy")
+        return count.value
+
     def launch(self, function: ctypes.c_void_p, op: dict[str, Any], grid: Sequence[int], values: Sequence[Any], stream: int) -> None:
         """Launch on a stream; values are ctypes numbers."""
         attributes = (_Attribute * 2)()
@@ -76,6 +87,9 @@ class Driver:
         if op["cluster"] > 1:
             attributes[count].id = 4
             attributes[count].value[0], attributes[count].value[1], attributes[count].value[2] = op["cluster"], 1, 1
+            count += 1
+        if op.get("dependent"):
+            attributes[count].id, attributes[count].value[0] = 6, 1
             count += 1
         config = _Config((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*op["block"]), op["shared"], stream, attributes, count)
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
@@ -188,6 +202,7 @@ class Bench:
         self.weight = torch.from_numpy(weight).cuda()
         module = driver.load(image)
         self.functions = {op["entry"]: driver.function(module, op["entry"], op["shared"]) for op in job["ops"]}
+        self.clusters = [driver.clusters(self.functions[op["entry"]], op) for op in job["ops"] if op["cluster"] > 1]
         self.dtype = torch.float32 if job["dtype"] == "fp32" else torch.float16
 
     def measure(self, n: int, timed: bool = True) -> dict[str, float]:
@@ -288,10 +303,10 @@ def run(folder: Path, out: Path | None, cudnn: bool, only: str, profile: bool) -
                     if key not in dense:
                         dense[key] = dense_us(job["geometry"], n)
                     row["cudnn_us"] = dense[key]
-                row |= {"registers": ",".join(used), "spill_bytes": spilled, "ptxas_s": round(seconds, 1), "predicted": job.get("predicted", {}).get(str(n))}
+                row |= {"registers": ",".join(used), "spill_bytes": spilled, "ptxas_s": round(seconds, 1), "clusters_at_once": bench.clusters, "predicted": job.get("predicted", {}).get(str(n))}
                 results.append(row)
                 ratio = " ".join(f"{k} {v:.1f}us {v / row['us']:.2f}x" for k, v in row.get("cudnn_us", {}).items()) if "us" in row else ""
-                print(f"{job['name']:44s} N={n:3d} {row.get('us', 0):8.2f} us +-{row.get('spread_us', 0):.2f} err {row['error']:.1e} reg {row['registers']} spill {spilled} pred {row['predicted']} {ratio}", flush=True)
+                print(f"{job['name']:44s} N={n:3d} {row.get('us', 0):8.2f} us +-{row.get('spread_us', 0):.2f} err {row['error']:.1e} reg {row['registers']} spill {spilled} pred {row['predicted']} cl {bench.clusters} {ratio}", flush=True)
     if out:
         out.write_text(json.dumps({"header": header, "rows": results}, indent=1))
     return failures

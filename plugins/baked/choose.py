@@ -1,0 +1,233 @@
+"""Which schedules a layer may run with, and which is predicted to be fastest. Looks at counts, not at weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sparsedeploy.layer import Geometry, Precision
+from sparsedeploy.plugins.baked.schedule import Combine, Mode, Pair, Schedule, flatten
+from sparsedeploy.plugins.cost import Ceilings, Work, resident, slots, time_us
+from sparsedeploy.plugins.kernel import Config
+
+SHARED_KB = {53: 48, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 120: 99}
+"""Shared memory that one block may have, by compute capability times ten (CUDA C++ programming guide, table of limits)."""
+_COMBINES: tuple[Combine, ...] = ("none", "cluster", "planes")
+_SIZES = (64, 96, 128, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768)
+_MAX_CODE = 40_000
+"""Instructions of one piece at most: what ptxas still takes in seconds."""
+
+
+def shared_limit(archs: tuple[int, ...]) -> int:
+    """Dynamic shared memory that a block may have on every one of these architectures, bytes."""
+    return min(SHARED_KB.get(arch, 48) for arch in archs) * 1024
+
+
+def mode_of(precision: Precision, config: Config) -> Mode:
+    """Config `sums` is 16 for half2 sums, 32 for fp32 sums; it matters for fp16 only."""
+    if precision == "fp32":
+        return "f32"
+    return "hf" if config.get("sums", 16) == 32 else "h2"
+
+
+def from_config(geometry: Geometry, precision: Precision, config: Config) -> Schedule:
+    """The schedule that a configuration names; raises ValueError for a name it does not know."""
+    known = {
+        "sums", "pair_rows", "channels", "splits", "combine", "mates", "pieces_first", "pixels", "rows", "columns", "stage_channels",
+        "ring", "min_blocks", "step", "dependent",
+    }  # fmt: skip
+    unknown = set(config) - known
+    if unknown:
+        raise ValueError(f"baked has no parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    mode = mode_of(precision, config)
+    pair: Pair = "none" if mode != "h2" else "row" if config.get("pair_rows", 0) else "image"
+    c = config.get
+    return Schedule(
+        geometry=geometry if pair == "row" else flatten(geometry), mode=mode, pair=pair, channels=c("channels", 64),
+        splits=c("splits", 1), combine=_COMBINES[c("combine", 0)], mates=c("mates", 1), pieces_first=bool(c("pieces_first", 0)),
+        pixels=c("pixels", 256), rows=c("rows", 1), columns=c("columns", 0), stage_channels=c("stage_channels", 4),
+        ring=c("ring", 3), min_blocks=c("min_blocks", 1), step=c("step", 0), dependent=bool(c("dependent", 0)),
+    )  # fmt: skip
+
+
+def to_config(s: Schedule) -> Config:
+    """Inverse of `from_config`."""
+    config = {
+        "channels": s.channels, "splits": s.splits, "combine": _COMBINES.index(s.combine), "mates": s.mates,
+        "pieces_first": int(s.pieces_first), "pixels": s.pixels, "rows": s.rows, "columns": s.columns,
+        "stage_channels": s.stage_channels, "ring": s.ring, "min_blocks": s.min_blocks, "step": s.step,
+        "dependent": int(s.dependent),
+    }  # fmt: skip
+    if s.mode != "f32":
+        config |= {"sums": 32 if s.mode == "hf" else 16, "pair_rows": int(s.pair == "row")}
+    return config
+
+
+def groups_of(g: Geometry, channels: int) -> tuple[int, int, int]:
+    """(pieces before splitting, output channels of one, input channels of one) for pieces of at most `channels`."""
+    per_oc, per_ic = g.oc // g.group, g.ic // g.group
+    together = max(1, channels // per_oc)
+    if together > 1:
+        return -(-g.group // together), min(together, g.group) * per_oc, min(together, g.group) * per_ic
+    bins = -(-per_oc // channels)
+    return g.group * bins, -(-per_oc // bins), per_ic
+
+
+def estimate(s: Schedule, nnz: int, batch: int) -> Work:
+    """Counts of one launch at this batch, weights taken as spread evenly."""
+    g = s.geometry
+    groups, oc, ic = groups_of(g, s.channels)
+    ic_part = max(1.0, ic / s.splits)
+    per_oc = g.oc // g.group
+    density = nnz / max(1, g.oc * (g.ic // g.group) * g.kh * g.kw)
+    fmas = nnz / (groups * s.splits) * s.rows
+    readers = min(oc, per_oc) * (1 if s.rows == 1 else 1.6)
+    taps = ((s.rows - 1) * g.stride[0] + g.kh) * g.kw
+    loads = ic_part * taps * (1 - (1 - density) ** readers)
+    stages = ic_part / s.stage_channels
+    strip_rows = s.pixels / s.strip * s.rows * g.stride[0]
+    input_rows = strip_rows + (g.kh - 1) * g.dilation[0] + (1 if s.pixels % s.strip else 0)
+    input_rows += s.pixels / max(1, s.image_pixels) * (g.kh - 1)
+    moved = s.input_cols + s.chunk if s.strips > 1 else g.w
+    copies = input_rows * moved / s.chunk / s.threads * s.stage_channels
+    half = s.mode == "h2"
+    own = oc / (s.splits if s.combine == "cluster" else 1)
+    fixed = 200 + oc * s.rows * (1 + (1 if s.combine == "cluster" else 0)) + own * s.rows * ((4 if half else 1.5) + (2 * s.splits if s.combine == "cluster" else 0))
+    instructions = fmas + loads * (2 if s.mode == "hf" else 1) + stages * (6 + copies * (8 if half else 1)) + fixed
+    tiles = s.tiles().value({"N": batch})
+    blocks = -(-tiles // s.mates) * s.mates * s.splits * groups
+    sums = oc * s.rows * s.threads * 4
+    fill = input_rows * moved * ic_part * s.global_bytes * (2 if half else 1) * tiles * s.splits * groups
+    row_bytes = (s.input_cols + s.chunk) * s.shared_bytes + 64
+    ring = int(s.stage_channels * s.ring_slots * (input_rows + 1) * row_bytes)
+    shared = max(ring, sums) if s.combine == "cluster" else ring
+    output = batch * g.oc * g.oh * g.ow
+    return Work(
+        blocks=blocks, threads=s.threads, registers=registers(s, oc), shared_bytes=shared, instructions=instructions,
+        heaviest=instructions * 1.03, loads=loads, pieces=groups * s.splits, fill_bytes=fill,
+        read_bytes=batch * g.ic * g.h * g.w * s.global_bytes, write_bytes=output * s.global_bytes, cluster=s.cluster,
+        cluster_bytes=blocks * sums * (s.splits - 1) / s.splits if s.combine == "cluster" else 0.0,
+        planes_bytes=2.0 * s.splits * output * 4 if s.combine == "planes" else 0.0,
+    )  # fmt: skip
+
+
+def registers(s: Schedule, oc: int) -> int:
+    """What ptxas needs, or is held to by min_blocks."""
+    return min(255, oc * s.rows + (40 if s.mode == "h2" else 24), register_cap(s))
+
+
+def register_cap(s: Schedule, file: int = 65536) -> int:
+    """Registers that a thread may have for min_blocks blocks on an SM: each scheduler has a quarter, dealt in eights."""
+    warps = -(-s.min_blocks * s.threads // 32 // 4) if s.min_blocks * s.threads >= 128 else 1
+    return min(255, file // 4 // warps // 32 // 8 * 8)
+
+
+def candidates(
+    geometry: Geometry, precision: Precision, batch: int, density: float, clusters: bool, asynchronous: bool, sums: tuple[int, ...] = (16,)
+) -> Iterator[Schedule]:
+    """Schedules worth predicting."""
+    for mode in (("f32",) if precision == "fp32" else tuple("h2" if bits == 16 else "hf" for bits in sums)):
+        pair: Pair = "none" if mode != "h2" else "image" if batch > 1 else "row"
+        g = geometry if pair == "row" else flatten(geometry)
+        base = Schedule(g, mode, pair=pair, use_async=asynchronous, step=0)  # type: ignore[arg-type]
+        for rows in (1, 2) if density < 0.06 and g.oh > 1 else (1,):
+            for columns in _columns(g):
+                shape = replace(base, rows=rows, columns=columns)
+                total = -(-batch // shape.images_per_unit) * shape.image_pixels
+                for channels in _channels(g, 96 // rows):
+                    for splits in (1, 2, 4, 8) if groups_of(g, channels)[2] >= 64 else (1,):
+                        for pixels in _pixels(shape, total):
+                            yield from _shapes(shape, channels, splits, pixels, clusters)
+
+
+def _shapes(shape: Schedule, channels: int, splits: int, pixels: int, clusters: bool) -> Iterator[Schedule]:
+    combine: Combine = "none" if splits == 1 else "cluster" if clusters else "planes"
+    for blocks in (1, 2, 3):
+        s = replace(shape, channels=channels, splits=splits, combine=combine, pixels=pixels, min_blocks=blocks)
+        oc = groups_of(s.geometry, channels)[1]
+        if (blocks == 1 or blocks * s.threads <= 1024) and register_cap(s) >= oc * s.rows + (30 if s.mode == "h2" else 14):
+            yield s
+
+
+def _columns(g: Geometry) -> list[int]:
+    if g.h == 1 and g.w > 256 and g.kw == 1:  # flattened: a strip is a stretch of pixels
+        return sorted({-(-(-(-g.w // k)) // 8) * 8 for k in range(max(1, g.w // 768), g.w // 128 + 1)})[-6:]
+    return [0] if g.ow <= 128 else [32, 64]
+
+
+def _channels(g: Geometry, most: int) -> list[int]:
+    per_oc = g.oc // g.group
+    if per_oc < 8 and g.group > 1:
+        return sorted({min(g.oc, max(1, 16 // per_oc) * per_oc), min(g.oc, max(1, 32 // per_oc) * per_oc)})
+    sizes = {-(-per_oc // k) for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
+    return sorted(size for size in sizes if 8 <= size <= min(most, 72)) or [min(per_oc, most)]
+
+
+def _pixels(s: Schedule, total: int) -> list[int]:
+    """Thread counts near the usual ones, evened out over the tiles."""
+    if s.strips > 1 and s.geometry.h == 1:
+        return sorted({s.strip * k for k in range(1, 5) if s.strip * k <= 768}) or [min(s.strip, 768)]
+    even = {-(-total // -(-total // size)) for size in _SIZES} | {size for size in _SIZES if size <= total}
+    return sorted(size for size in even if size / (-(-size // 32) * 32) > 0.75) or [min(total, 256)]
+
+
+def fitted(s: Schedule, limit: int, ceiling: int) -> Schedule | None:
+    """The schedule with stages and ring that fit `limit` bytes: deep enough to hide latency, at most `ceiling` channels."""
+    whole = max(1, -(-ceiling // 1))
+    choices = [(whole, 2)] if whole <= 32 else []
+    choices += [(8, 4), (4, 6), (4, 4), (4, 3), (2, 4), (2, 3), (1, 3), (1, 2)]
+    for channels, ring in choices:
+        if channels > whole:
+            continue
+        deep = min(ring, max(2, -(-whole // channels) + 1))
+        made = replace(s, stage_channels=channels, ring=deep)
+        oc = groups_of(s.geometry, s.channels)[1]
+        size = oc + oc // 8
+        sums = made.combine_bytes(size)
+        if max(made.ring_bytes, sums) <= limit // s.min_blocks - 1024 and (made.ring_bytes + sums <= limit or made.block_bytes(size) <= limit):
+            return made
+    return None
+
+
+def ranked(
+    geometry: Geometry, precision: Precision, batch: int, nnz: int, c: Ceilings, archs: tuple[int, ...], count: int = 5,
+    sums: tuple[int, ...] = (16,),
+) -> list[tuple[Schedule, float, str]]:  # fmt: skip
+    """The `count` schedules predicted fastest, with time in us and bound; never empty."""
+    clusters = min(archs) >= 90
+    density = nnz / max(1, geometry.oc * (geometry.ic // geometry.group) * geometry.kh * geometry.kw)
+    limit = shared_limit(archs)
+    guesses: list[tuple[float, int, str, Schedule]] = []
+    for number, s in enumerate(candidates(geometry, precision, batch, density, clusters, min(archs) >= 80, sums)):
+        work = estimate(s, nnz, batch)
+        if work.heaviest > _MAX_CODE or resident(work, c) < s.min_blocks or not slots(resident(work, c), s.cluster, c):
+            continue
+        us, bound = time_us(work, c)
+        guesses.append((us, number, bound, s))
+    found: list[tuple[Schedule, float, str]] = []
+    for us, _, bound, s in sorted(guesses, key=lambda guess: guess[:2]):
+        ic = groups_of(s.geometry, s.channels)[2]
+        made = fitted(s, limit, -(-ic // s.splits))
+        if made is not None:
+            found.append((made, us, bound))
+            if len(found) == count:
+                break
+    return found or [(smallest(geometry, precision, batch, limit, min(archs) >= 80, sums), 1e6, "launch")]
+
+
+def smallest(
+    geometry: Geometry, precision: Precision, batch: int, limit: int, asynchronous: bool, sums: tuple[int, ...] = (16,)
+) -> Schedule:
+    """A schedule that fits everywhere: few channels, few pixels; raises ValueError where even that does not fit."""
+    mode: Mode = "f32" if precision == "fp32" else "h2" if sums[0] == 16 else "hf"
+    pair: Pair = "none" if mode != "h2" else "image" if batch > 1 else "row"
+    g = geometry if pair == "row" else flatten(geometry)
+    for columns in (0, 64, 32, 16, 8):
+        for pixels in (128, 64, 32):
+            s = Schedule(
+                g, mode, pair=pair, channels=16, pixels=pixels, columns=min(columns, g.ow), stage_channels=1, ring=2, step=0,
+                use_async=asynchronous,
+            )  # fmt: skip
+            if s.ring_bytes <= limit:
+                return s
+    raise ValueError(f"no tile of {geometry} fits {limit} bytes of shared memory")
