@@ -65,8 +65,15 @@ DEVICE void store_remote(void* mine, u32 rank, u32 value) {
   asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(there), "r"(value) : "memory");
 }
 #endif
+// Past L1 and in program order: with overlapped launches these bytes may be written while this kernel is already resident, so
+// neither the read-only path nor a load that moves ahead of `previous_kernel_wait` will do.
+DEVICE u16 load_u16(const u16* p) { u16 v; asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p)); return v; }
+DEVICE float load_f32(const float* p) { float v; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p)); return v; }
 DEVICE u32 float_bits(float f) { return __float_as_uint(f); }
 DEVICE float bits_float(u32 u) { return __uint_as_float(u); }
+#else
+DEVICE u16 load_u16(const u16* p) { return *p; }
+DEVICE float load_f32(const float* p) { return *p; }
 #endif  // SPARSEDEPLOY_SHIM
 
 #ifndef OVERLAP
@@ -90,11 +97,11 @@ DEVICE void copies_wait() {}
 
 #if HALF
 typedef u16 element;
-DEVICE float load_element(const element* p) { return half_to_float(*p); }
+DEVICE float load_element(const element* p) { return half_to_float(load_u16(p)); }
 DEVICE void store_element(element* p, float v) { *p = float_to_half(v); }
 #else
 typedef float element;
-DEVICE float load_element(const element* p) { return *p; }
+DEVICE float load_element(const element* p) { return load_f32(p); }
 DEVICE void store_element(element* p, float v) { *p = v; }
 #endif
 
@@ -130,26 +137,21 @@ struct Place { int image, row, col, out_h, out_w; };           // first image, o
 // What stands at column c of a tile's row: columns of one remainder by the stride lie together, so that lanes meet no bank twice.
 DEVICE int column_place(int c) { return SW == 1 ? c : c % SW * ((IN_COLS + SW - 1) / SW) + c / SW; }
 
-#if PAIRS
-// A word holds two pixels: images 2i and 2i + 1 (PAIR_IMAGES), or rows y and y + half of one image.
-DEVICE u32 load_pair(const element* x, int image, int ic, int row, int col, int n, int h, int w, int half) {
+#if HALF
+#define BATCH 4
+// One pixel, or with PAIRS two: images 2i and 2i + 1 (PAIR_IMAGES), or rows y and y + half of one image, low half first.
+DEVICE u32 load_word(const element* x, int image, int ic, int row, int col, int n, int h, int w, int half) {
+  if (col < 0 || col >= w) return 0;
+  const int one = PAIR_IMAGES ? 2 * image : image, two = PAIR_IMAGES ? one + 1 : one;
+  const int other = PAIRS && !PAIR_IMAGES ? row + half * SH : row;
   u32 low = 0, high = 0;
-  if (col >= 0 && col < w) {
-#if PAIR_IMAGES
-    const bool inside = row >= 0 && row < h;
-    if (inside && 2 * image < n) low = x[(((size_t)(2 * image) * IC + ic) * h + row) * w + col];
-    if (inside && 2 * image + 1 < n) high = x[(((size_t)(2 * image + 1) * IC + ic) * h + row) * w + col];
-#else
-    const int second = row + half * SH;
-    if (image < n && row >= 0 && row < h) low = x[(((size_t)image * IC + ic) * h + row) * w + col];
-    if (image < n && second >= 0 && second < h) high = x[(((size_t)image * IC + ic) * h + second) * w + col];
-#endif
-  }
+  if (one < n && row >= 0 && row < h) low = load_u16(x + (((size_t)one * IC + ic) * h + row) * w + col);
+  if (PAIRS && two < n && other >= 0 && other < h) high = load_u16(x + (((size_t)two * IC + ic) * h + other) * w + col);
   return low | high << 16;
 }
 #endif
 
-DEVICE void fill(u32* tile, const element* x, Place at, int first, int count, int n, int h, int w, int half, int tid) {
+DEVICE void fill(u32* tile, const element* x, Place at, int first_channel, int count, int n, int h, int w, int half, int tid) {
   const int top = at.row * SH - PT, left = at.col * SW - PL;
 #if !HALF && VECTOR > 1
   if (w % VECTOR == 0) {                                       // a chunk is then inside or outside as a whole
@@ -158,29 +160,40 @@ DEVICE void fill(u32* tile, const element* x, Place at, int first, int count, in
       const int q = e % chunks, r = e / chunks % IN_ROWS, i = e / (chunks * IN_ROWS) % IMAGES, c = e / (chunks * IN_ROWS * IMAGES);
       const int row = top + r, col = left - SHIFT + q * VECTOR;
       const bool valid = at.image + i < n && row >= 0 && row < h && col >= 0 && col < w;
-      const element* from = valid ? x + (((size_t)(at.image + i) * IC + first + c) * h + row) * w + col : x;
+      const element* from = valid ? x + (((size_t)(at.image + i) * IC + first_channel + c) * h + row) * w + col : x;
       u32* to = tile + c * PLANE + i * IMAGE + r * PITCH + q * VECTOR;
       if (VECTOR == 4) copy_16(to, from, valid); else copy_8(to, from, valid);
     }
     return;
   }
 #endif
-  for (int e = tid; e < count * (IMAGES * IN_ROWS * IN_COLS); e += THREADS) {
+  const int total = count * (IMAGES * IN_ROWS * IN_COLS);
+#if HALF
+  // Through registers, BATCH loads in flight at a time.
+  for (int first = tid; first < total; first += BATCH * THREADS) {
+    u32 word[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      const int e = first + b * THREADS;
+      const int q = e % IN_COLS, r = e / IN_COLS % IN_ROWS, i = e / (IN_COLS * IN_ROWS) % IMAGES, c = e / (IN_COLS * IN_ROWS * IMAGES);
+      word[b] = e < total ? load_word(x, at.image + i, first_channel + c, top + r, left + q, n, h, w, half) : 0u;
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      const int e = first + b * THREADS;
+      const int q = e % IN_COLS, r = e / IN_COLS % IN_ROWS, i = e / (IN_COLS * IN_ROWS) % IMAGES, c = e / (IN_COLS * IN_ROWS * IMAGES);
+      if (e < total) tile[c * PLANE + i * IMAGE + r * PITCH + SHIFT + column_place(q)] = PAIRS ? word[b] : float_bits(half_to_float((u16)word[b]));
+    }
+  }
+#else
+  for (int e = tid; e < total; e += THREADS) {
     const int q = e % IN_COLS, r = e / IN_COLS % IN_ROWS, i = e / (IN_COLS * IN_ROWS) % IMAGES, c = e / (IN_COLS * IN_ROWS * IMAGES);
     const int row = top + r, col = left + q;
-    u32* to = tile + c * PLANE + i * IMAGE + r * PITCH + SHIFT + column_place(q);
-#if PAIRS
-    *to = load_pair(x, at.image + i, first + c, row, col, n, h, w, half);
-#else
     const bool valid = at.image + i < n && row >= 0 && row < h && col >= 0 && col < w;
-    const element* from = valid ? x + (((size_t)(at.image + i) * IC + first + c) * h + row) * w + col : x;
-#if HALF
-    *to = valid ? float_bits(half_to_float(*from)) : 0u;
-#else
-    copy_4(to, from, valid);
-#endif
-#endif
+    copy_4(tile + c * PLANE + i * IMAGE + r * PITCH + SHIFT + column_place(q),
+           valid ? x + (((size_t)(at.image + i) * IC + first_channel + c) * h + row) * w + col : x, valid);
   }
+#endif
 }
 
 struct Fetched { u32 place[SLOTS][ROUNDS]; u32 value[SLOTS][ROUNDS]; };
@@ -285,7 +298,7 @@ DEVICE void store(sum_t sum, int t, int j, int oc, Place at, int n, int half, el
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) direct(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
     const element* __restrict__ x, element* __restrict__ y,
 #if RESIDUAL
     const element* __restrict__ residual,

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from sparsedeploy.devices import Device
 from sparsedeploy.errors import MachineError
-from sparsedeploy.layer import Epilogue, Geometry, Precision
+from sparsedeploy.layer import ELEMENT_BYTES, ConvLayer, Epilogue, Geometry, Precision
 from sparsedeploy.plugins.assemble import assemble, compile_cuda
-from sparsedeploy.plugins.kernel import BuildOptions, Built
+from sparsedeploy.plugins.kernel import BuildOptions, Built, Prediction
 from sparsedeploy.plugins.launch import Arg, Expr, Launch, Plan, Variant, const, var
 from sparsedeploy.plugins.node import Image
 
@@ -355,6 +355,24 @@ def estimate(tiling: Tiling, nnz: int, n: int, device: Device, precision: Precis
     fixed = 2.0 + (1.0 if t.splits > 1 else 0.0) + instructions
     worst = max(compute, fill)
     return Estimate(fixed + worst + 0.5 * min(compute, fill), "shared" if compute >= fill else "l2")
+
+
+def predict(layer: ConvLayer, device: Device, precision: Precision, batch: int) -> Prediction:
+    """Predicted time of the layer with the tiling that would be built for the device, never below its memory traffic.
+
+    Raises ValueError for a layer without geometry or zeros.
+    """
+    g, zeros = layer.geometry, layer.zeros
+    if g is None or zeros is None:
+        raise ValueError(f"{layer.name}: a time cannot be predicted without its geometry and zeros")
+    _, guess = choose(g, zeros.nnz, device, batch, precision, device.sm >= _CLUSTER_SM)
+    activations = batch * (g.ic * g.h * g.w + g.oc * g.oh * g.ow) * ELEMENT_BYTES[precision]
+    memory_us = (activations + 4 * zeros.nnz) / device.bandwidth_gbs / 1e3
+    return Prediction(
+        us=max(guess.us, memory_us),
+        bound=guess.bound if guess.us >= memory_us else "memory",
+        source="the data-driven kernel's bounds (shared-memory words, L2 fill, waves) at this device's peaks; fitted on an H200",
+    )
 
 
 def candidates(geometry: Geometry, device: Device, n: int, precision: Precision, clusters: bool) -> Iterator[Tiling]:

@@ -186,6 +186,18 @@ def test_predictions_rank_tilings_and_no_cluster_is_chosen_for_older_devices() -
     assert hopper.shared_bytes(hopper.stages(512), 100) <= 227 * 1024
 
 
+def test_prediction_respects_memory_and_grows_with_the_work() -> None:
+    g = Geometry(oc=64, ic=64, kh=3, kw=3, h=28, w=28, pads=(1, 1, 1, 1))
+    sparse, dense = (fill(g, EPILOGUES[0], nnz, 1, 1).layer for nnz in (1000, 30000))
+    for device in DEVICE_OF.values():
+        times = [direct.predict(layer, device, "fp32", n).us for n in (1, 32) for layer in (sparse, dense)]
+        assert times[0] < times[1] < times[3]
+        assert times[0] < times[2] < times[3]
+        assert times[2] >= 32 * 2 * 64 * 28 * 28 * 4 / device.bandwidth_gbs / 1e3
+    nothing = direct.predict(fill(g, EPILOGUES[0], 0, 1, 1).layer, DEVICE_OF[53], "fp32", 32)
+    assert nothing.bound in ("memory", "l2")
+
+
 def test_node_keeps_weights_alone_where_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise MachineError("libnvrtc.so.12 was not found")
