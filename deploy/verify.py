@@ -238,23 +238,59 @@ def _run_model(model: Model, folder: Path, feeds: Feeds, extra: Sequence[str] = 
 def _layer_outputs(subject: Subject, folder: Path, feeds: Feeds, feeds_name: str) -> Comparison:
     """The output of every sparse layer, with the node's weights, against the same value of the dense model.
 
-    Layers beyond LAYER_BYTES of outputs are left out; the record's length says how many were compared.
+    Each layer reads the dense model's values, so that its error is its own and not that of the layers before it. Layers
+    beyond LAYER_BYTES of values are left out; the record's length says how many were compared.
     """
-    names, budget = [], LAYER_BYTES
-    for name, node in read_nodes(subject.sparse).items():
-        budget -= 4 * node.geometry.oc * node.geometry.oh * node.geometry.ow * _batch(feeds)
-        if budget < 0 and names:
+    layers, budget = read_nodes(subject.sparse), LAYER_BYTES
+    needed: dict[str, None] = {}
+    reads = {node.output[0]: list(node.input) for node in subject.sparse.proto.graph.node if node.output[0] in layers}
+    chosen = []
+    for name, node in layers.items():
+        g, values = node.geometry, [*reads[name][: 1 + node.has_residual], name]
+        budget -= 4 * _batch(feeds) * (g.ic * g.h * g.w * (values[0] not in needed) + g.oc * g.oh * g.ow)
+        if budget < 0 and chosen:
             break
-        names.append(name)
-    dense = _run_model(load(subject.dense_file), folder, feeds, names)
-    restored = restore(subject.sparse, lambda node: kernel_named(node.kernel).unpack(node))
-    got = _run_model(restored, folder, feeds, names)
-    outputs = compare({name: dense[name] for name in names}, got, subject.tolerance)
+        chosen.append(name)
+        needed.update(dict.fromkeys(values))
+    dense = {
+        **feeds,
+        **_run_model(load(subject.dense_file), folder, feeds, [name for name in needed if name not in feeds]),
+    }
+    got = {}
+    for name in chosen:
+        alone = _alone(subject.sparse, name, dense)
+        restored = restore(alone, lambda node: kernel_named(node.kernel).unpack(node))
+        got.update(_run_model(restored, folder, {value.name: dense[value.name] for value in alone.graph.inputs()}))
+    outputs = compare({name: dense[name] for name in chosen}, got, subject.tolerance)
     return Comparison(model=LAYERS, reference=DENSE_NAME, inputs=feeds_name, outputs=outputs)
 
 
 def _batch(feeds: Feeds) -> int:
     return max((value.shape[0] for value in feeds.values() if value.ndim), default=1)
+
+
+def _alone(model: Model, name: str, values: Mapping[str, Array]) -> Model:
+    """A model of the one node that makes `name`; its inputs have the types and shapes of `values`."""
+    graph = model.graph
+    node = graph.producer(name)
+    assert node is not None, name
+    proto = onnx.ModelProto(ir_version=model.proto.ir_version, opset_import=model.proto.opset_import)
+    proto.graph.name = "layer"
+    proto.graph.node.append(node)
+    for entry in dict.fromkeys(node.input):
+        if entry in graph.initializers:
+            proto.graph.initializer.append(graph.initializers[entry])
+        elif (constant := graph.array(entry)) is not None:
+            proto.graph.initializer.append(onnx.numpy_helper.from_array(constant, entry))
+        else:
+            proto.graph.input.append(_value_info(entry, values[entry]))
+    proto.graph.output.append(_value_info(name, values[name]))
+    return Model(proto, model.path)
+
+
+def _value_info(name: str, value: Array) -> onnx.ValueInfoProto:
+    kind = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+    return onnx.helper.make_tensor_value_info(name, kind, value.shape)
 
 
 def _first_diverging(
