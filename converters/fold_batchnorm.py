@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, numpy_helper
 
 from sparsedeploy.converters.graph import (
     Array,
     Graph,
     Model,
+    add_initializer,
     attribute,
     fresh_name,
     node_label,
@@ -165,11 +166,3 @@ def _store(model: Model, index: Graph, conv: NodeProto, slot: int, values: Array
         conv.input[slot] = name
     else:
         conv.input.append(name)
-
-
-def add_initializer(model: Model, tensor: TensorProto) -> None:
-    """Append an initializer; in IR 3 and older every initializer is listed among the graph inputs too."""
-    model.proto.graph.initializer.append(tensor)
-    if model.proto.ir_version < 4:
-        entry = helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
-        model.proto.graph.input.append(entry)

@@ -14,11 +14,11 @@ import onnx
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from sparsedeploy.converters.check_convs import check_convs
-from sparsedeploy.converters.fold_batchnorm import add_initializer
 from sparsedeploy.converters.graph import (
     Array,
     Graph,
     Model,
+    add_initializer,
     bodies,
     fresh_name,
     node_label,

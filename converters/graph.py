@@ -187,6 +187,14 @@ def remove_orphans(graph: GraphProto, candidates: Iterable[str]) -> None:
             del entries[at]
 
 
+def add_initializer(model: Model, tensor: TensorProto) -> None:
+    """Append an initializer; in IR 3 and older every initializer is listed among the graph inputs too."""
+    model.proto.graph.initializer.append(tensor)
+    if model.proto.ir_version < 4:
+        entry = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+        model.proto.graph.input.append(entry)
+
+
 def fresh_name(graph: GraphProto, wish: str) -> str:
     """`wish`, or `wish_1`, `wish_2` ...: a name no value or node of the graph has."""
     taken = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}

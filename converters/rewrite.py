@@ -15,9 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from sparsedeploy.converters.fold_batchnorm import add_initializer
 from sparsedeploy.converters.fuse import NAMELESS_SIZES, NO_HIGH, NO_LOW, ConvUnit, Shapes
-from sparsedeploy.converters.graph import Array, Graph, Model, fresh_name, node_label, remove_nodes, remove_orphans
+from sparsedeploy.converters.graph import (
+    Array,
+    Graph,
+    Model,
+    add_initializer,
+    fresh_name,
+    node_label,
+    remove_nodes,
+    remove_orphans,
+)
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import Dim
 from sparsedeploy.plugins.node import DOMAIN, OP_TYPE, FieldValue, SparseConv
