@@ -174,9 +174,14 @@ def unit_names(units: Iterable[ConvUnit]) -> list[str]:
     """A unique name per unit: its convolution's own, or its output's where names are missing or repeat."""
     names: dict[str, None] = {}
     for unit in units:
-        name = node_label(unit.conv)
-        names[name if name not in names else str(unit.conv.output[0])] = None
+        names[_unique(node_label(unit.conv), str(unit.conv.output[0]), names)] = None
     return list(names)
+
+
+def _unique(name: str, output: str, taken: Collection[str]) -> str:
+    """The name, else the output's, else `output:2`, `output:3` ...: what no other convolution has."""
+    wishes = (name, output, *(f"{output}:{count}" for count in range(2, len(taken) + 3)))
+    return next(wish for wish in wishes if wish not in taken)
 
 
 def count_zeros(weight: NDArray[np.generic], group: int) -> Zeros:
@@ -323,10 +328,11 @@ def _other_convolutions(
         else:
             shape = _weight_shape(graph, node, shapes)
             reason = Reason(code="rank", text=f"{len(shape) - 2}-D" if len(shape) in (3, 5) else "weight shape unknown")
-        name = path + node_label(node)
+        name = _unique(path + node_label(node), f"{path}{node.output[0]}", names)
+        names = names | {name}
         found.append(
             ConvLayer(
-                name=name if name not in names else f"{name}:{node.output[0]}",
+                name=name,
                 weight=node.input[1] if len(node.input) > 1 else "",
                 op=node.op_type,
                 **_weight_facts(graph, node, shapes, stored),
