@@ -1,7 +1,8 @@
 """Make the weight and bias of every convolution an initializer, by evaluating just the constant nodes that make them.
 
 Pruning tools leave masks in the graph (weight = Mul(weight_orig, mask)), exporters put weights into Constant nodes or
-behind Cast, Transpose, Identity. Only inputs of Conv nodes change; every other node stays as it was.
+behind Cast, Transpose, Identity, biases into an Add behind the convolution. Only Conv nodes and such Adds change; every
+other node stays as it was.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _PASSES_VALUES = frozenset(("Cast", "Identity", "Reshape", "Transpose", "Unsquee
 _NARROW = frozenset((TensorProto.FLOAT16, TensorProto.BFLOAT16))
 _EVALUATE_LIMIT = 1 << 31
 """Bytes that one evaluated weight may have; more is no weight but damage."""
+_BIAS_LIMIT = 1 << 20
+"""Bytes above which the constant of an Add is no bias and is not read."""
 _FEEDABLE = frozenset(
     (
         TensorProto.FLOAT,
@@ -93,6 +96,9 @@ class _Job:
 def fold_constants(model: Model, quantized: Collection[str] = ()) -> Folding:
     """Turn weights and biases that are made from constants into initializers, with notes on what was folded.
 
+    A constant per output channel, [oc, 1, 1] or [1, oc, 1, 1], that an Add gives to a convolution without a bias becomes
+    its bias; the convolution then makes the value that the Add made.
+
     A weight behind DequantizeLinear stays and is described, unless the convolution's name or first output is in
     `quantized`: then it is folded to float like any other. Raises InputError for a folded weight that is not finite or
     does not fit its convolution.
@@ -100,6 +106,7 @@ def fold_constants(model: Model, quantized: Collection[str] = ()) -> Folding:
     _see_through_identity(model)
     graph = _Index(model)
     causes = _causes(graph)
+    sums = _bias_sums(model, graph, causes)
     folding = Folding()
     constant: list[_Job] = []
     for job in _made_inputs(graph):
@@ -112,7 +119,8 @@ def fold_constants(model: Model, quantized: Collection[str] = ()) -> Folding:
     stays = [job for job in constant if job.key in integer]
     jobs = [job for job in constant if job.key not in integer]
     stored = {job.value: _stored_values(graph, job.value) for job in stays if job.slot == 1}
-    wanted = [job.value for job in jobs] + [name for value, names in stored.items() for name in (value, *names) if name]
+    wanted = [job.value for job in jobs] + [addition.operand for addition in sums]
+    wanted += [name for value, names in stored.items() for name in (value, *names) if name]
     values, failures = _evaluate(model, graph, dict.fromkeys(wanted))
     for job in (*jobs, *stays):
         if job.value in failures:
@@ -126,6 +134,7 @@ def fold_constants(model: Model, quantized: Collection[str] = ()) -> Folding:
     _replace(model, graph, done, values)
     _note_growth(model, graph, done, _data_bytes(model) - before)
     check_convs(model, {job.key for job in done})
+    _add_biases(model, sums, values)
     return folding
 
 
@@ -223,6 +232,60 @@ class _Index(Graph):
 def _leaves(graph: Graph, nodes: Iterable[NodeProto]) -> list[str]:
     names = dict.fromkeys(str(name) for node in nodes for name in node.input if name)
     return [name for name in names if name in graph.initializers]
+
+
+# --- sums that are a bias ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Addition:
+    """An Add of a constant behind a convolution that has no bias, as Paddle exports biases."""
+
+    conv: NodeProto
+    add: NodeProto
+    operand: str
+
+
+def _bias_sums(model: Model, graph: _Index, causes: Mapping[str, str]) -> list[_Addition]:
+    found = []
+    for conv in _convs(graph):
+        add = graph.sole_reader(str(conv.output[0])) if model.opset() >= 7 else None
+        if add is None or add.op_type != "Add" or add.domain != "" or any(conv.input[2:]) or conv.input[1] in causes:
+            continue
+        operands = [str(name) for name in add.input if name != conv.output[0]]
+        tensor = graph.initializers.get(operands[0]) if len(operands) == 1 else None
+        small = tensor is None or tensor_bytes(tensor) <= _BIAS_LIMIT
+        if len(operands) == 1 and operands[0] not in causes and small:
+            found.append(_Addition(conv, add, operands[0]))
+    return found
+
+
+def _add_biases(model: Model, sums: list[_Addition], values: Mapping[str, Array]) -> None:
+    """Give the convolution the constant as its bias and drop the Add, where it is one value per output channel."""
+    graph = model.graph
+    done = []
+    for addition in sums:
+        conv, value = addition.conv, values.get(addition.operand)
+        weight = graph.initializers.get(conv.input[1])
+        if weight is None or value is None or len(weight.dims) < 3:
+            continue
+        if weight.data_type != onnx.helper.np_dtype_to_tensor_dtype(value.dtype) or not np.isfinite(value).all():
+            continue
+        channels, spatial = int(weight.dims[0]), (1,) * (len(weight.dims) - 2)
+        if value.shape not in ((channels, *spatial), (1, channels, *spatial)):
+            continue
+        name = fresh_name(model.proto.graph, f"{addition.operand}_bias")
+        add_initializer(model, numpy_helper.from_array(np.ascontiguousarray(value.reshape(-1)), name))
+        del conv.input[2:]
+        conv.input.append(name)
+        conv.output[0] = addition.add.output[0]
+        done.append(addition)
+    if not done:
+        return
+    remove_nodes(model.proto.graph, [addition.add for addition in done])
+    remove_orphans(model.proto.graph, list(dict.fromkeys(addition.operand for addition in done)))
+    _remove_stale_entries(model, graph)
+    model.notes.append(f"constant Add made the bias of {_convolutions(len(done))}")
 
 
 # --- quantised ----------------------------------------------------------------------------------------------------
@@ -405,8 +468,14 @@ def _replace(model: Model, graph: _Index, jobs: list[_Job], values: Mapping[str,
         add_initializer(model, numpy_helper.from_array(np.ascontiguousarray(values[value]), name))
     remove_nodes(proto, gone)
     remove_orphans(proto, leaves)
+    _remove_stale_entries(model, graph)
+
+
+def _remove_stale_entries(model: Model, before: Graph) -> None:
+    """Drop shape entries of values that were made by nodes before and are no more."""
+    proto = model.proto.graph
     made = {name for node in proto.node for name in node.output}
-    for at in reversed([i for i, info in enumerate(proto.value_info) if info.name in graph.producers]):
+    for at in reversed([i for i, info in enumerate(proto.value_info) if info.name in before.producers]):
         if proto.value_info[at].name not in made:
             del proto.value_info[at]
 

@@ -14,6 +14,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto
 
 from sparsedeploy.converters.graph import Graph, Model, attribute
+from sparsedeploy.converters.open_sizes import NAMELESS_SIZES, Sizes, has_open_inputs, open_sizes
 from sparsedeploy.layer import Dim, Epilogue
 
 Shapes = Mapping[str, tuple[Dim, ...]]
@@ -24,8 +25,6 @@ NO_LOW = -NO_HIGH
 """Low bound of a clip that has none."""
 
 _DEFAULT_DOMAINS = ("", "ai.onnx")
-NAMELESS_SIZES = ("", "?", "-1", "None")
-"""What exporters write for "unknown": two of them are not the same size."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,40 @@ def find_units(model: Model, shapes: Shapes) -> tuple[ConvUnit, ...]:
     """One unit per 2-D Conv of the main graph, in graph order.
 
     `shapes` gives the known shapes of values, NCHW, open sizes as symbols. A residual is taken only where both shapes
-    are known and equal in every size (symbols by name). An inner value of a unit has one reader, is no graph output
+    are known and equal in every size (symbols by name), and, in a model that leaves sizes of its inputs open, where
+    they are proven equal whatever those sizes are: the kernel reads a residual as large as its output and broadcasts
+    nothing. An inner value of a unit has one reader, is no graph output
     and is read by no body. Where both operands of an Add end a convolution, the one later in graph order takes it.
     Convolutions whose weight is not constant fp32 or fp16 are units of one node.
     """
-    graph, opset = model.graph, model.opset()
+    graph = model.graph
+    known = _Known(graph, model.opset(), shapes, open_sizes(model) if has_open_inputs(model) else None)
     claimed: set[int] = set()
     units = []
     for conv in reversed(model.proto.graph.node):
         if _is(conv, "Conv") and len(conv.input) > 1 and conv.output and _is_2d(graph, conv, shapes):
-            unit = _grow(graph, opset, conv, shapes, claimed)
+            unit = _grow(known, conv, claimed)
             claimed.update(id(node) for node in unit.nodes)
             units.append(unit)
     return tuple(reversed(units))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What growing a unit asks about."""
+
+    graph: Graph
+    opset: int
+    shapes: Shapes
+    open: Mapping[str, Sizes] | None
+    """Sizes as expressions of the open ones; None where no input leaves a size open."""
+
+    def as_large(self, value: str, other: str) -> bool:
+        """Whether two values have equal shapes at every size that the model allows."""
+        if self.open is None:
+            return True
+        sizes = self.open.get(value)
+        return sizes is not None and sizes == self.open.get(other)
 
 
 def _is(node: NodeProto, *op_types: str) -> bool:
@@ -116,7 +136,8 @@ class _Chain:
         )  # fmt: skip
 
 
-def _grow(graph: Graph, opset: int, conv: NodeProto, shapes: Shapes, claimed: set[int]) -> ConvUnit:
+def _grow(known: _Known, conv: NodeProto, claimed: set[int]) -> ConvUnit:
+    graph = known.graph
     weight = _tensor(graph, conv.input[1])
     bias = conv.input[2] if len(conv.input) > 2 and conv.input[2] else None
     chain = _Chain(conv, weight.dims[0] if weight is not None and weight.dims else 0, conv.output[0], bias)
@@ -127,21 +148,22 @@ def _grow(graph: Graph, opset: int, conv: NodeProto, shapes: Shapes, claimed: se
         reader = graph.sole_reader(chain.value)
         if reader is None or id(reader) in claimed or list(reader.input).count(chain.value) != 1:
             return chain.unit()
-        if not (_take_sum(graph, opset, chain, reader, shapes) or _take_activation(graph, opset, chain, reader)):
+        if not (_take_sum(known, chain, reader) or _take_activation(graph, known.opset, chain, reader)):
             return chain.unit()
 
 
-def _take_sum(graph: Graph, opset: int, chain: _Chain, node: NodeProto, shapes: Shapes) -> bool:
+def _take_sum(known: _Known, chain: _Chain, node: NodeProto) -> bool:
+    graph, shapes = known.graph, known.shapes
     if not _is(node, "Add", "Sum") or len(node.input) != 2 or chain.residual is not None:
         return False
     other = node.input[0] if node.input[1] == chain.value else node.input[1]
     plain = chain.epilogue.activation == "none"
-    if plain and chain.bias is None and opset >= 7 and _acts_as_bias(graph, other, chain.oc):
+    if plain and chain.bias is None and known.opset >= 7 and _acts_as_bias(graph, other, chain.oc):
         chain.bias = other
         chain.take(node, bias=True)
         return True
     own = shapes.get(chain.conv.output[0]) or shapes.get(chain.value)
-    if not _proven_equal(own, _shape(graph, other, shapes)):
+    if not _proven_equal(own, _shape(graph, other, shapes)) or not known.as_large(chain.conv.output[0], other):
         return False
     chain.residual = other
     chain.take(node, residual="before_activation" if plain else "after_activation")
