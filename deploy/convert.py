@@ -226,7 +226,13 @@ def _lower(request: Request, reading: Reading, newest: int) -> None:
     was = model.opset()
     lower_opset(model, newest)
     feeds = random_feeds(model, reading.inputs, request.seed)
-    difference = compare_in_ort(before, model.proto, feeds, model.base_dir)
+    try:
+        difference = compare_in_ort(before, model.proto, feeds, model.base_dir)
+    except CheckFailed as error:
+        if "the first graph" not in str(error):
+            raise
+        model.notes.append(f"opset {was} lowered to {newest} and not compared: ONNX Runtime cannot run this model")
+        return
     if not difference <= LOWERING_TOLERANCE:
         raise CheckFailed(
             f"{request.model}: lowering opset {was} to {newest} changed an output by {difference:.3g} of its largest value. "
