@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import mmap
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,16 @@ from sparsedeploy.engine_file import (
 )
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
 from sparsedeploy.gpu import first_gpu
+from sparsedeploy.plugins.assemble import cache_dir
 from sparsedeploy.plugins.node import ABI_VERSION, OP_TYPE
+from sparsedeploy.plugins.plugin_build import (
+    Arch,
+    build_plugin,
+    fetched_headers,
+    header_version,
+    plugin_file,
+    system_headers,
+)
 from sparsedeploy.reading import file_hash
 
 __all__ = [
@@ -80,7 +91,9 @@ class Build:
     which: Which | None = None
     """None: sparse, or dense where nothing was converted."""
     plugin: Path | None = None
-    """The plugin library built for this back end; needed for a sparse engine."""
+    """The plugin library for this back end; None: compiled here (and cached), where the engine has sparse layers."""
+    headers: Path | None = None
+    """TensorRT's C++ headers to compile it with; None: the system's, else those of 10.14, fetched once."""
     embed_plugin: bool = False
     tf32: bool = False
     batch: tuple[int, int, int] | None = None
@@ -105,10 +118,10 @@ def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
     model = bundle / (SPARSE_MODEL if which == "sparse" else DENSE_MODEL)
     options.tell("reading the nodes")
     nodes = _check_nodes(bundle, manifest, model) if which == "sparse" else ()
-    plugin = _check_plugin(options.plugin, backend, model) if nodes else None
-    options.tell(f"building with {TITLES[backend]}")
     with tempfile.TemporaryDirectory(prefix="sparsedeploy-build-") as folder:
         work = Path(folder)
+        plugin = _plugin(options, backend, work) if nodes else None
+        options.tell(f"building with {TITLES[backend]}")
         request = _request(options, manifest, backend, model, nodes, plugin, work)
         try:
             answer = _run(request, work, options.timeout_s)
@@ -279,12 +292,40 @@ def _runs_on(kind: str, arch: int, sm: int) -> bool:
     return arch <= sm if kind == "ptx" else arch // 10 == sm // 10 and arch <= sm
 
 
-def _check_plugin(plugin: Path | None, backend: Backend, model: Path) -> Path:
-    if plugin is None:
+def _plugin(options: Build, backend: Backend, work: Path) -> Path:
+    if options.plugin is not None:
+        return _check_plugin(options.plugin, backend)
+    options.tell("compiling the plugin")
+    return compile_plugin(backend, work, options.headers)
+
+
+def compile_plugin(backend: Backend, folder: Path, headers: Path | None = None) -> Path:
+    """The plugin library for the back end of this machine, compiled into `folder` (or copied from the cache).
+
+    Raises MachineError where headers or compiler are missing or the headers are of another major version.
+    """
+    arch: Arch = "aarch64" if platform.machine() == "aarch64" else "x86_64"
+    if backend == "tensorrt_rtx":
+        return build_plugin(folder / plugin_file("rtx"), headers or fetched_headers(), "rtx", arch)
+    found = headers or system_headers(arch) or fetched_headers()
+    major, installed = header_version(found)[0], _installed_major()
+    if installed is not None and installed != major:
         raise MachineError(
-            f"{model}: its sparse nodes need the plugin library for {TITLES[backend]}, none was given. Build it with "
-            "`sparsedeploy build --plugin-only`, or build the dense engine with --dense."
+            f"TensorRT {installed} is installed, the C++ headers in {found} are of TensorRT {major}; a plugin built with them "
+            f"would crash inside TensorRT. Give the headers of TensorRT {installed} with --tensorrt-include."
         )
+    return build_plugin(folder / plugin_file("v3", major), found, "v3", arch)
+
+
+def _installed_major() -> int | None:
+    """Major version of the installed TensorRT by its package's metadata; None where that does not say."""
+    names = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu13-bindings", "tensorrt-cu12-bindings")
+    versions = {str(found.metadata["Name"]).replace("_", "-"): found.version for found in metadata.distributions()}
+    numbers = [versions[name].partition(".")[0] for name in names if name in versions]
+    return int(numbers[0]) if numbers and numbers[0].isdigit() else None
+
+
+def _check_plugin(plugin: Path, backend: Backend) -> Path:
     if not plugin.is_file():
         raise MachineError(
             f"{plugin}: no such plugin library. Build it with `sparsedeploy build --plugin-only`, or give the path of one."
@@ -302,7 +343,7 @@ def _timing_cache(backend: Backend, sm: int) -> str | None:
     """One file per back end and compute capability; TensorRT starts it anew when its version changed. RTX times nothing."""
     if backend == "tensorrt_rtx":
         return None
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsedeploy"
+    root = cache_dir()
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -342,7 +383,7 @@ def _run(request: Request, work: Path, timeout_s: float | None) -> Answer:
         if result.answer is not None:
             return result.answer
         if result.refusal is not None:
-            raise _KINDS[result.refusal.kind](result.refusal.text)
+            raise _KINDS[result.refusal.kind](_plugin_words(request, work) or result.refusal.text)
     raise MachineError(_post_mortem(request, done.returncode, work))
 
 
@@ -376,6 +417,17 @@ def _post_mortem(request: Request, code: int, work: Path) -> str:
         else "Keep the whole log with --log FILE and report it with the model; --dense shows whether the sparse nodes are the cause."
     )
     return f"{TITLES[request.backend]} ended the build process{doing} ({how}){said}. {advice}"
+
+
+def _plugin_words(request: Request, work: Path) -> str | None:
+    """The plugin's own reason, which it prints where it finds no logger; TensorRT only says that a call returned 1."""
+    words = [line for line in _lines(work / "output") if line.startswith(OP_TYPE)]
+    if not words:
+        return None
+    return (
+        f"{Path(request.model).name}: {words[0].rstrip('. ')}. {TITLES[request.backend]} stopped there; the whole log is kept "
+        "with --log FILE."
+    )
 
 
 def _signal_name(number: int) -> str:

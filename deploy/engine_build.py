@@ -29,6 +29,8 @@ STAGE = "STAGE"
 
 _NOISE = re.compile(r"ModelImporter\.cpp|catchCudaError|checkMacros")
 """Lines at level ERROR that say nothing: the parser's frames, and the missing driver that a build does without."""
+_NO_DRIVER = re.compile(r"\s*\[checkMacros\.cpp\S* Error Code 1: Cuda Runtime \(.*")
+"""What TensorRT-RTX adds to every error on a machine without a driver."""
 _LAYER = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), (?P<rest>.*)$", re.MULTILINE)
 _ONNX_NAME = re.compile(r"Metadata: .*?\[ONNX Layer: (.*?)\]")
 _TENSOR = re.compile(r"Dimensions: (\[[^\]]*\]).*?(?:Datatype: (\w+), )?Format(?:/Datatype)?: (.*?) \}")
@@ -168,13 +170,17 @@ class _Log:
     def write(self, severity: str, message: str) -> None:
         self._file.write(f"{severity}: {message}\n")
         if severity in ("ERROR", "INTERNAL_ERROR") and not _NOISE.search(message):
-            self.errors.append(" ".join(message.split()))
+            self.errors.append(_tidy(message))
         if "LayerType: " in message:
             self.layer_texts.append(message)
 
     def reason(self) -> str:
         """The errors that say something, in the order they came."""
         return "; ".join(dict.fromkeys(self.errors[:SHOWN_ERRORS])) or "it gives no reason"
+
+
+def _tidy(message: str) -> str:
+    return _NO_DRIVER.sub("", " ".join(message.split()))
 
 
 def _make_logger(trt: Any, log: _Log) -> Any:
@@ -231,12 +237,11 @@ def _parse(trt: Any, network: Any, logger: Any, request: Request, title: str, lo
     if "Plugin not found" in first.desc():
         raise MachineError(
             f"{file}: {title} has no plugin for {where}{more}. Needed is the plugin library of sparsedeploy, name "
-            f"{OP_TYPE}, version {PLUGIN_VERSION}, namespace '{PLUGIN_NAMESPACE}', built for this back end. Give its path, "
-            "or build it with `sparsedeploy build --plugin-only`."
+            f"{OP_TYPE}, version {PLUGIN_VERSION}, namespace '{PLUGIN_NAMESPACE}', built for this back end. Build it "
+            "with `sparsedeploy build --plugin-only`; if the node asks for another version or namespace, convert the model again."
         )
-    raise InputError(
-        f"{file}: {title} cannot read {where}{more}: {' '.join(first.desc().split())}; {log.reason()}. {_what_next(request)}"
-    )
+    reasons = dict.fromkeys([_tidy(first.desc()).rstrip("."), *log.errors[:SHOWN_ERRORS]])
+    raise InputError(f"{file}: {title} cannot read {where}{more}: {'; '.join(reasons)}. {_what_next(request)}")
 
 
 def _what_next(request: Request) -> str:
