@@ -99,25 +99,33 @@ def refuse_foreign(out: Path, model: Path | None = None) -> None:
     """Raise InputError unless `out` is free, an empty folder, or a bundle of ours that does not hold the model itself."""
     if out.is_symlink() and not out.exists():
         raise InputError(f"{out}: is a link to nothing. Make the folder it should lead to, or choose another with -o.")
-    if not out.exists():
-        return
-    if out.is_dir() and out.resolve() in (Path.cwd(), *Path.cwd().parents):
+    if out.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise InputError(f"{out}: is the working directory or holds it; name a folder in it with -o.")
     if model is not None and out.resolve() in model.resolve().parents:
         raise InputError(
             f"{out}: holds the model {model.name} itself, which would go with the folder when it is replaced. "
             "Choose another folder with -o."
         )
-    if not out.is_dir():
-        raise InputError(f"{out}: is a file; the output is a folder. Choose another name with -o.")
     try:
-        ours, empty = _is_ours(out), not any(out.iterdir())
+        # Looked at again before it is refused: another conversion may be swapping its folder in.
+        if not any(_may_replace(out) for _ in range(_ATTEMPTS)):
+            raise InputError(
+                f"{out}: is not empty and holds no manifest of sparsedeploy; it will not be touched. "
+                "Choose another folder with -o."
+            )
+    except NotADirectoryError as error:
+        if not out.exists():
+            return  # what is above it is a file: making the folder will say so
+        raise InputError(f"{out}: is a file; the output is a folder. Choose another name with -o.") from error
     except OSError as error:
         raise InputError(f"{out}: cannot be read ({error.strerror}). Choose another folder with -o.") from error
-    if not ours and not empty:
-        raise InputError(
-            f"{out}: is not empty and holds no manifest of sparsedeploy; it will not be touched. Choose another folder with -o."
-        )
+
+
+def _may_replace(out: Path) -> bool:
+    try:
+        return not any(out.iterdir()) or _is_ours(out)
+    except FileNotFoundError:
+        return True
 
 
 def _publish(temporary: Path, out: Path) -> None:
@@ -159,8 +167,10 @@ def _is_replaceable(folder: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    path = folder / MANIFEST
-    return path.is_file() and '"tool": "sparsedeploy"' in path.read_text("utf-8", "replace")
+    try:
+        return '"tool": "sparsedeploy"' in (folder / MANIFEST).read_text("utf-8", "replace")
+    except (FileNotFoundError, IsADirectoryError):
+        return False
 
 
 def hashes(folder: Path) -> dict[str, str]:
