@@ -388,7 +388,7 @@ def _transpose(walk: _Walk, node: NodeProto, x: Sizes) -> Sizes:
 
 def _reshape(walk: _Walk, node: NodeProto, x: Sizes) -> Sizes | None:
     wanted = walk.values.get(node.input[1]) if len(node.input) > 1 else None
-    if wanted is None or attribute(node, "allowzero", 0):
+    if wanted is None or (0 in wanted and attribute(node, "allowzero", 0)):
         return None
     dims: list[Size] = [x[axis] if size == 0 else _size(size) for axis, size in enumerate(wanted)]
     if -1 in dims:
