@@ -47,11 +47,12 @@ class Recipe:
 
 
 _LINES: tuple[tuple[str, tuple[int, int]], ...] = (
-    ("8.[0123]", (8, 0)),
+    ("8.[01]", (8, 0)),
+    ("8.[23]", (8, 2)),
     ("8.[45]", (8, 4)),
     ("8.*", (8, 6)),
     ("10.*", (10, 0)),
-    ("1[1-9].*", (11, 0)),
+    ("11.*", (11, 0)),
 )
 """Shell patterns of versions that take the same line, with the oldest of each; tried in this order."""
 
@@ -222,6 +223,7 @@ fi
 printf '%s' "$trtexec"
 printf " '%s'" "$@"
 echo
+rm -f "$engine" # a failed build must not leave an older engine that looks like its result
 "$trtexec" "$@"
 [ -s "$engine" ] || {{ echo "build.sh: trtexec ended without writing $engine; its last lines say why." >&2; exit 1; }}
 echo "$engine was built by TensorRT $version and loads in that version, on this GPU$needs."
