@@ -50,8 +50,8 @@ class Ceilings:
 
 
 H200 = Ceilings(
-    source="measured on an H200", sm_count=132, clock_ghz=1.98, schedulers=4, issue_share=0.80, shared_bytes=128,
-    l2_tbs=5.5, hbm_tbs=4.2, cluster_tbs=2.6, l2_mb=60, gpcs=8, gpc_code_kb=128, gpc_sharing=2.4, near_clocks=2.4, launch_us=0.7, start_us=1.9,
+    source="measured on an H200", sm_count=132, clock_ghz=1.98, schedulers=4, issue_share=0.88, shared_bytes=128,
+    l2_tbs=5.5, hbm_tbs=4.2, cluster_tbs=2.6, l2_mb=60, gpcs=8, gpc_code_kb=128, gpc_sharing=2.2, near_clocks=2.4, launch_us=0.7, start_us=1.6,
     sync_us=0.5,
 )  # fmt: skip
 
@@ -114,12 +114,11 @@ def resident(work: Work, c: Ceilings) -> int:
 
 
 def slots(per_sm: int, cluster: int, c: Ceilings) -> int:
-    """Blocks that run at once. A cluster stays within one GPC, and the GPCs of a chip have unequal numbers of SMs."""
-    if cluster <= 1:
-        return per_sm * c.sm_count
-    even = c.sm_count / c.gpcs
-    sizes = (even + 1.5, even + 1.5, even, even - 2.5)
-    return sum(int(size * per_sm / cluster + 1e-6) for size in sizes) * cluster * c.gpcs // 4
+    """Blocks that run at once. A cluster stays within one GPC, whose SMs need not be a multiple of it: an H200 runs 15
+    clusters of 8 or 30 of 4 where one block fills an SM."""
+    if cluster <= 2:
+        return per_sm * c.sm_count // cluster * cluster
+    return int(per_sm * c.sm_count * 0.91 + 1e-6) // cluster * cluster
 
 
 def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
@@ -136,13 +135,12 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
         count = -(-blocks // min(c.sm_count, at_once))
         busy = -(-count * warps // c.schedulers) * work.heaviest / c.issue_share
         words = count * warps * work.loads * 128 / c.shared_bytes
-        per_gpc = max(1.0, blocks / c.gpcs)
-        distinct = work.pieces * (1 - (1 - 1 / work.pieces) ** per_gpc) if work.pieces > 1 else 1.0
-        streamed = distinct * work.instructions
-        if streamed * 16 > c.gpc_code_kb * 1024:
-            streamed = max(streamed, per_gpc * work.instructions / c.gpc_sharing)
-        streamed = max(streamed, work.heaviest * c.near_clocks)
-        clocks += times * (max(busy, words, streamed) + 0.15 * (busy + words + streamed - max(busy, words, streamed)))
+        # What an SM misses, its GPC's cache fetches; SMs that run the same code seldom ask at the same time.
+        sharing = min(c.gpc_sharing, max(1.0, work.blocks / work.pieces))
+        if min(work.pieces, blocks / c.gpcs) * work.instructions * 16 <= c.gpc_code_kb * 1024:
+            sharing = 1e9
+        streamed = work.heaviest * max(c.near_clocks, blocks / c.gpcs / sharing)
+        clocks += times * (max(busy, words, streamed) + 0.12 * (busy + words + streamed - max(busy, words, streamed)))
         issue, shared, fetch = issue + times * busy, shared + times * words, fetch + times * streamed
     us = 1e-3 / c.clock_ghz
     in_l2 = (work.read_bytes + work.write_bytes) < c.l2_mb * 1e6 * 0.5

@@ -19,10 +19,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,10 +77,14 @@ class Driver:
         grid = (ctypes.c_uint * 3)(op["cluster"] * 1024, 1, 1)
         config = _Config(grid, (ctypes.c_uint * 3)(*op["block"]), op["shared"], None, ctypes.pointer(attribute), 1)
         count = ctypes.c_int()
-        self.check(self.cuda.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config)), "occupancy")
+        self.check(
+            self.cuda.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config)), "occupancy"
+        )
         return count.value
 
-    def launch(self, function: ctypes.c_void_p, op: dict[str, Any], grid: Sequence[int], values: Sequence[Any], stream: int) -> None:
+    def launch(
+        self, function: ctypes.c_void_p, op: dict[str, Any], grid: Sequence[int], values: Sequence[Any], stream: int
+    ) -> None:
         """Launch on a stream; values are ctypes numbers."""
         attributes = (_Attribute * 2)()
         count = 0
@@ -91,7 +95,9 @@ class Driver:
         if op.get("dependent"):
             attributes[count].id, attributes[count].value[0] = 6, 1
             count += 1
-        config = _Config((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*op["block"]), op["shared"], stream, attributes, count)
+        config = _Config(
+            (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*op["block"]), op["shared"], stream, attributes, count
+        )
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
         self.check(self.cuda.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None), "launch")
 
@@ -139,17 +145,19 @@ def assemble(path: Path, arch: int) -> tuple[bytes, float, str]:
 
 
 def dense_us(geometry: dict[str, Any], n: int) -> dict[str, float]:
-    """cuDNN with full search: best of NCHW and NHWC, layouts converted outside the timing."""
+    """By cuDNN with full search: best of NCHW and NHWC, layouts converted outside the timing."""
     import torch
-    import torch.nn.functional as F
+    from torch.nn import functional
 
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.benchmark_limit = 0
     g = geometry
     x = torch.randn(n, g["ic"], g["h"], g["w"], device="cuda")
-    w = torch.randn(g["oc"], g["ic"] // g["group"], g["kh"], g["kw"], device="cuda") / np.sqrt(g["ic"] * g["kh"] * g["kw"] / g["group"])
+    w = torch.randn(g["oc"], g["ic"] // g["group"], g["kh"], g["kw"], device="cuda") / np.sqrt(
+        g["ic"] * g["kh"] * g["kw"] / g["group"]
+    )
     if g["pads"][:2] != g["pads"][2:]:
-        x = F.pad(x, (g["pads"][1], g["pads"][3], g["pads"][0], g["pads"][2]))
+        x = functional.pad(x, (g["pads"][1], g["pads"][3], g["pads"][0], g["pads"][2]))
         padding: Any = 0
     else:
         padding = tuple(g["pads"][:2])
@@ -160,7 +168,7 @@ def dense_us(geometry: dict[str, Any], n: int) -> dict[str, float]:
             ai, bi = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
 
             def call(ai: Any = ai, bi: Any = bi) -> None:
-                F.conv2d(ai, bi, None, tuple(g["stride"]), padding, tuple(g["dilation"]), g["group"])
+                functional.conv2d(ai, bi, None, tuple(g["stride"]), padding, tuple(g["dilation"]), g["group"])
 
             found.append(time_us(call)[0])
         return min(found)
@@ -176,11 +184,19 @@ def dense_us(geometry: dict[str, Any], n: int) -> dict[str, float]:
 def reference(job: dict[str, Any], x: Any, w: Any, bias: Any, residual: Any) -> Any:
     """The layer in float64 by torch."""
     import torch
-    import torch.nn.functional as F
+    from torch.nn import functional
 
     g, e = job["geometry"], job["epilogue"]
     top, left, bottom, right = g["pads"]
-    y = F.conv2d(F.pad(x.double(), (left, right, top, bottom)), w.double(), bias, tuple(g["stride"]), 0, tuple(g["dilation"]), g["group"])
+    y = functional.conv2d(
+        functional.pad(x.double(), (left, right, top, bottom)),
+        w.double(),
+        bias,
+        tuple(g["stride"]),
+        0,
+        tuple(g["dilation"]),
+        g["group"],
+    )
     if e["residual"] == "before_activation":
         y = y + residual.double()
     if e["activation"] == "relu":
@@ -188,7 +204,7 @@ def reference(job: dict[str, Any], x: Any, w: Any, bias: Any, residual: Any) -> 
     elif e["activation"] == "clip":
         y = y.clamp(e["low"], e["high"])
     elif e["activation"] == "leaky_relu":
-        y = F.leaky_relu(y, e["slope"])
+        y = functional.leaky_relu(y, e["slope"])
     return y + residual.double() if e["residual"] == "after_activation" else y
 
 
@@ -221,7 +237,8 @@ class Bench:
         prepared = []
         for op in job["ops"]:
             values = [
-                ctypes.c_uint32(n) if kind == "N" else ctypes.c_uint64(pointers[kind].data_ptr() + index) for kind, index in op["args"]
+                ctypes.c_uint32(n) if kind == "N" else ctypes.c_uint64(pointers[kind].data_ptr() + index)
+                for kind, index in op["args"]
             ]
             prepared.append((self.functions[op["entry"]], op, op["grid"][str(n)], values))
 
@@ -275,8 +292,15 @@ def run(folder: Path, out: Path | None, cudnn: bool, only: str, profile: bool) -
     failures = 0
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         files = sorted({job["file"] for job in jobs}, key=lambda f: -(folder / f).stat().st_size)
-        images: dict[str, Future[tuple[bytes, float, str]]] = {file: pool.submit(assemble, folder / file, 90) for file in files}
-        header = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), **floors_us()}
+        images: dict[str, Future[tuple[bytes, float, str]]] = {
+            file: pool.submit(assemble, folder / file, 90) for file in files
+        }
+        header = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            **floors_us(),
+        }
         print(header, flush=True)
         for job in sorted(jobs, key=lambda job: (folder / job["file"]).stat().st_size):
             weight = np.load(folder / job["weight"])["w"]
@@ -288,10 +312,19 @@ def run(folder: Path, out: Path | None, cudnn: bool, only: str, profile: bool) -
                 failures += 1
                 continue
             used = [line.split("Used ")[1].split(" ")[0] for line in log.splitlines() if "Used " in line]
-            spilled = sum(int(line.split(" bytes spill stores")[0].split(",")[-1]) for line in log.splitlines() if "spill stores" in line)
+            spilled = sum(
+                int(line.split(" bytes spill stores")[0].split(",")[-1])
+                for line in log.splitlines()
+                if "spill stores" in line
+            )
             for n in job["batches"]:
                 try:
-                    row: dict[str, Any] = {"name": job["name"], "layer": job["layer"], "n": n, **bench.measure(n, not profile)}
+                    row: dict[str, Any] = {
+                        "name": job["name"],
+                        "layer": job["layer"],
+                        "n": n,
+                        **bench.measure(n, not profile),
+                    }
                 except RuntimeError as error:
                     print(f"FAIL {job['name']} N={n}: {error}", flush=True)
                     failures += 1
@@ -299,17 +332,134 @@ def run(folder: Path, out: Path | None, cudnn: bool, only: str, profile: bool) -
                         return failures
                     continue
                 if cudnn:
-                    key = f"{job['layer']} {n}"
+                    key = f"{job['geometry']} {n}"
                     if key not in dense:
                         dense[key] = dense_us(job["geometry"], n)
                     row["cudnn_us"] = dense[key]
-                row |= {"registers": ",".join(used), "spill_bytes": spilled, "ptxas_s": round(seconds, 1), "clusters_at_once": bench.clusters, "predicted": job.get("predicted", {}).get(str(n))}
+                row |= {
+                    "registers": ",".join(used),
+                    "spill_bytes": spilled,
+                    "ptxas_s": round(seconds, 1),
+                    "clusters_at_once": bench.clusters,
+                    "predicted": job.get("predicted", {}).get(str(n)),
+                }
                 results.append(row)
-                ratio = " ".join(f"{k} {v:.1f}us {v / row['us']:.2f}x" for k, v in row.get("cudnn_us", {}).items()) if "us" in row else ""
-                print(f"{job['name']:44s} N={n:3d} {row.get('us', 0):8.2f} us +-{row.get('spread_us', 0):.2f} err {row['error']:.1e} reg {row['registers']} spill {spilled} pred {row['predicted']} cl {bench.clusters} {ratio}", flush=True)
+                ratio = (
+                    " ".join(f"{k} {v:.1f}us {v / row['us']:.2f}x" for k, v in row.get("cudnn_us", {}).items())
+                    if "us" in row
+                    else ""
+                )
+                print(
+                    f"{job['name']:44s} N={n:3d} {row.get('us', 0):8.2f} us +-{row.get('spread_us', 0):.2f} err {row['error']:.1e} reg {row['registers']} spill {spilled} pred {row['predicted']} cl {bench.clusters} {ratio}",
+                    flush=True,
+                )
     if out:
         out.write_text(json.dumps({"header": header, "rows": results}, indent=1))
     return failures
+
+
+# ---------------------------------------------------------------- prepare
+class Case(NamedTuple):
+    """One layer to measure: (name, geometry, weight, batches)."""
+
+    name: str
+    geometry: Any
+    weight: np.ndarray
+    batches: tuple[int, ...]
+
+
+def cases(
+    lists: Sequence[str], sparsities: Sequence[float], batches: Sequence[int], filters: Path | None
+) -> Iterator[Case]:
+    """The work lists with magnitude-pruned random weights, then real filters where their folder is given."""
+    from sparsedeploy.layer import Geometry
+    from sparsedeploy.models.shapes import work
+    from sparsedeploy.models.sparsity import magnitude
+
+    for entry in work(*lists) if lists else ():
+        g = entry.geometry
+        dense = np.random.default_rng(0).standard_normal(g.weight_shape).astype(np.float32)
+        for sparsity in sparsities or entry.sparsities:
+            weight = magnitude(dense, sparsity) / np.float32(np.sqrt(g.ic // g.group * g.kh * g.kw * (1 - sparsity)))
+            yield Case(f"{entry.name}/{sparsity:g}", g, weight, tuple(batches) or entry.batches)
+    if filters is not None:
+        for file in sorted(filters.glob("resnet50_3x3_*.npz")):
+            for key, array in sorted(np.load(file).items()):
+                c, side = array.shape[0], 3584 // array.shape[0]
+                g = Geometry(oc=c, ic=array.shape[1], kh=3, kw=3, h=side, w=side, pads=(1, 1, 1, 1))
+                yield Case(f"real {c}@{side}/{key.rpartition('s')[2]}", g, array, tuple(batches) or (1, 32))
+
+
+def prepare(
+    folder: Path,
+    found: Iterator[Case],
+    precisions: Sequence[str],
+    top: int,
+    extra: Mapping[str, list[dict[str, int]]],
+    assembled: bool,
+) -> None:
+    """Write the `top` configurations predicted fastest of every case, batch and precision, and those of `extra`.
+
+    `extra` maps "name precision batch" to further configurations.
+    """
+    from sparsedeploy.devices import find
+    from sparsedeploy.layer import ConvLayer, Epilogue, Zeros
+    from sparsedeploy.plugins.baked import BAKED
+    from sparsedeploy.plugins.kernel import BuildOptions
+    from sparsedeploy.plugins.launch import Launch, choose
+
+    device = find("h200")
+    folder.mkdir(parents=True, exist_ok=True)
+    jobs = []
+    for number, case in enumerate(found):
+        g, weight = case.geometry, case.weight
+        np.savez_compressed(folder / f"w{number}.npz", w=weight)
+        per = (weight != 0).reshape(len(weight), -1).sum(1)
+        zeros = Zeros(
+            nnz=int(per.sum()), total=weight.size, nnz_per_channel=(int(per.min()), float(np.median(per)), int(per.max())),
+            empty_filters=int((per == 0).sum()), empty_inputs=0, near_zero=0, two_four=False, sparsity=1 - float((weight != 0).mean()),
+        )  # fmt: skip
+        layer = ConvLayer(
+            name=case.name, weight="w", dtype="fp32", shape=weight.shape, geometry=g, zeros=zeros, epilogue=Epilogue()
+        )
+        for precision, n in [(p, n) for p in precisions for n in case.batches]:
+            ranked = [
+                (config, prediction.us) for config, prediction in BAKED.configs(layer, device, precision, n)[:top]
+            ]
+            ranked += [(config, None) for config in extra.get(f"{case.name} {precision} {n}", [])]
+            for config, predicted in ranked:
+                built = BAKED.build(layer, weight, None, device, config, BuildOptions(precision, n, (90,), assembled))
+                variant = choose(built.node.plan, precision, n)
+                assert variant is not None
+                sizes = {"N": n, "H": g.h, "W": g.w, "OH": g.oh, "OW": g.ow}
+                file = f"k{len(jobs)}.ptx.gz"
+                (folder / file).write_bytes(gzip.compress(built.node.images[0].data, 6, mtime=0))
+                if assembled:
+                    (folder / f"k{len(jobs)}.cubin").write_bytes(built.node.images[1].data)
+                ops = [
+                    {
+                        "entry": op.entry, "grid": {str(n): [size.value(sizes) for size in op.grid]}, "block": op.block,
+                        "shared": op.shared_bytes, "cluster": op.cluster, "dependent": op.dependent,
+                        "args": [[arg.kind, arg.index] for arg in op.args],
+                    }
+                    for op in variant.ops
+                    if isinstance(op, Launch)
+                ]  # fmt: skip
+                sums = "fp32" if precision == "fp32" else "hf" if config.get("sums") == 32 else "h2"
+                brief = " ".join(
+                    f"{key}={value}" for key, value in config.items() if value and (key, value) not in _DULL
+                )
+                jobs.append({
+                    "name": f"{case.name} {sums} {brief}", "layer": case.name, "file": file, "weight": f"w{number}.npz",
+                    "geometry": g.model_dump(), "out": [g.oh, g.ow], "epilogue": layer.epilogue.model_dump(), "bias": None,
+                    "dtype": precision, "sums": sums, "batches": [n], "ops": ops, "config": config,
+                    "workspace": {str(n): variant.workspace.value(sizes)}, "predicted": {str(n): predicted},
+                })  # fmt: skip
+                print(jobs[-1]["name"], n, predicted, flush=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+
+
+_DULL = {("mates", 1), ("rows", 1), ("splits", 1), ("min_blocks", 1), ("sums", 16)}
 
 
 def main() -> int:
@@ -318,7 +468,16 @@ def main() -> int:
     sub = parser.add_subparsers(dest="what", required=True)
     make = sub.add_parser("prepare")
     make.add_argument("folder", type=Path)
-    make.add_argument("--only", default="")
+    make.add_argument(
+        "--list", action="append", default=[], help="a work list or list/name of sparsedeploy.models.shapes"
+    )
+    make.add_argument("--sparsity", action="append", type=float, default=[])
+    make.add_argument("--batch", action="append", type=int, default=[])
+    make.add_argument("--precision", action="append", default=[], choices=["fp32", "fp16"])
+    make.add_argument("--filters", type=Path, help="folder of real pruned filters (*.npz)")
+    make.add_argument("--top", type=int, default=3)
+    make.add_argument("--extra", type=Path, help="JSON of further configurations by 'name precision batch'")
+    make.add_argument("--assemble", action="store_true")
     go = sub.add_parser("run")
     go.add_argument("folder", type=Path)
     go.add_argument("--out", type=Path)
@@ -328,7 +487,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.what == "run":
         return min(1, run(options.folder, options.out, options.cudnn, options.only, options.profile))
-    raise SystemExit("prepare: not yet")
+    extra = json.loads(options.extra.read_text()) if options.extra else {}
+    found = cases(options.list, options.sparsity, options.batch, options.filters)
+    prepare(options.folder, found, options.precision or ["fp32", "fp16"], options.top, extra, options.assemble)
+    return 0
 
 
 if __name__ == "__main__":

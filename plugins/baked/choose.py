@@ -14,6 +14,7 @@ SHARED_KB = {53: 48, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 120: 99}
 """Shared memory that one block may have, by compute capability times ten (CUDA C++ programming guide, table of limits)."""
 _COMBINES: tuple[Combine, ...] = ("none", "cluster", "planes")
 _SIZES = (64, 96, 128, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768)
+_OVERLAP_US = 12.0
 _MAX_CODE = 40_000
 """Instructions of one piece at most: what ptxas still takes in seconds."""
 
@@ -143,7 +144,10 @@ def candidates(
 def _shapes(shape: Schedule, channels: int, splits: int, pixels: int, clusters: bool) -> Iterator[Schedule]:
     combine: Combine = "none" if splits == 1 else "cluster" if clusters else "planes"
     for blocks in (1, 2, 3):
-        s = replace(shape, channels=channels, splits=splits, combine=combine, pixels=pixels, min_blocks=blocks)
+        s = replace(
+            shape, channels=channels, splits=splits, combine=combine, pixels=pixels, min_blocks=blocks,
+            pieces_first=combine == "cluster" and splits >= 4,
+        )  # fmt: skip
         oc = groups_of(s.geometry, channels)[1]
         if (blocks == 1 or blocks * s.threads <= 1024) and register_cap(s) >= oc * s.rows + (30 if s.mode == "h2" else 14):
             yield s
@@ -151,7 +155,7 @@ def _shapes(shape: Schedule, channels: int, splits: int, pixels: int, clusters: 
 
 def _columns(g: Geometry) -> list[int]:
     if g.h == 1 and g.w > 256 and g.kw == 1:  # flattened: a strip is a stretch of pixels
-        return sorted({-(-(-(-g.w // k)) // 8) * 8 for k in range(max(1, g.w // 768), g.w // 128 + 1)})[-6:]
+        return sorted({(g.w // k + 8) // 8 * 8 for k in range(max(1, g.w // 768), g.w // 128 + 1)})[-6:]
     return [0] if g.ow <= 128 else [32, 64]
 
 
@@ -173,7 +177,7 @@ def _pixels(s: Schedule, total: int) -> list[int]:
 
 def fitted(s: Schedule, limit: int, ceiling: int) -> Schedule | None:
     """The schedule with stages and ring that fit `limit` bytes: deep enough to hide latency, at most `ceiling` channels."""
-    whole = max(1, -(-ceiling // 1))
+    whole = max(1, ceiling)
     choices = [(whole, 2)] if whole <= 32 else []
     choices += [(8, 4), (4, 6), (4, 4), (4, 3), (2, 4), (2, 3), (1, 3), (1, 2)]
     for channels, ring in choices:
@@ -205,11 +209,17 @@ def ranked(
         us, bound = time_us(work, c)
         guesses.append((us, number, bound, s))
     found: list[tuple[Schedule, float, str]] = []
+    seen: set[tuple[int, ...]] = set()
     for us, _, bound, s in sorted(guesses, key=lambda guess: guess[:2]):
+        kind = (s.channels, s.splits, s.pixels, s.rows, s.columns, s.shared_bytes)
+        if kind in seen:  # the same but for min_blocks
+            continue
         ic = groups_of(s.geometry, s.channels)[2]
         made = fitted(s, limit, -(-ic // s.splits))
         if made is not None:
-            found.append((made, us, bound))
+            seen.add(kind)
+            # Overlapping launches won 1.5 us where a block fills an SM for 20, and lost a little at 4 us.
+            found.append((replace(made, dependent=clusters and us > _OVERLAP_US), us, bound))
             if len(found) == count:
                 break
     return found or [(smallest(geometry, precision, batch, limit, min(archs) >= 80, sums), 1e6, "launch")]
