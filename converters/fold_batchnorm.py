@@ -6,6 +6,8 @@ f = scale / sqrt(var + eps) per output channel.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, numpy_helper
@@ -45,16 +47,25 @@ def fold_batchnorm(model: Model) -> int:
             break
     if folded:
         model.notes.append(f"{folded} BatchNormalization node{'s' * (folded > 1)} folded into the convolution before.")
-    model.notes += refusals
+    model.notes += _sentences(refusals)
     return folded
 
 
-def _fold_round(model: Model) -> tuple[int, list[str]]:
+def _sentences(refusals: Mapping[str, list[str]]) -> list[str]:
+    """One sentence per reason: a model in training mode has fifty times the same."""
+    said = []
+    for reason, nodes in refusals.items():
+        who = f"{nodes[0]} was" if len(nodes) == 1 else f"{len(nodes)} BatchNormalization nodes, first {nodes[0]}, were"
+        said.append(f"{who} left in place: {reason}.")
+    return said
+
+
+def _fold_round(model: Model) -> tuple[int, dict[str, list[str]]]:
     index = model.graph
     gone: list[NodeProto] = []
     orphans: list[str] = []
     vanished: set[str] = set()
-    refusals: list[str] = []
+    refusals: dict[str, list[str]] = {}
     for norm in model.proto.graph.node:
         conv = _convolution_before(index, norm)
         if conv is None:
@@ -63,7 +74,7 @@ def _fold_round(model: Model) -> tuple[int, list[str]]:
             weight, bias = _folded(model, index, conv, norm)
         except _RefusedError as reason:
             what = f"BatchNormalization {node_label(norm)} after convolution {node_label(conv)}"
-            refusals.append(f"{what} was left in place: {reason}.")
+            refusals.setdefault(str(reason), []).append(what)
             continue
         orphans += [name for name in (*norm.input[1:5], *conv.input[1:3]) if name]
         _store(model, index, conv, 1, weight, f"{conv.input[1]}_folded")
