@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -38,9 +39,10 @@ def prune_file(model: Path, out: Path, sparsity: str, method: str, layers: tuple
 
 def _sparsity(text: str, method: str) -> tuple[float, str]:
     if method == "n:m":
-        parts = text.split(":")
-        if len(parts) == 2 and all(part.isdigit() for part in parts) and 0 < int(parts[0]) < int(parts[1]):
-            return 1 - int(parts[0]) / int(parts[1]), text
+        found = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
+        n, m = (int(part) for part in found.groups()) if found else (0, 0)
+        if 0 < n < m:
+            return 1 - n / m, text
         raise InputError(f"--sparsity {text}: with --method n:m it is N:M with 0 < N < M, as in 2:4.")
     try:
         share = float(text)
