@@ -328,7 +328,9 @@ def demo(
         _print_conversion(conversion)
     print()
     print(f"Open {done[0][1].out / 'report.html'} in a browser. Your own model: sparsedeploy scan MODEL.onnx")
-    print("Next step on the device: no device kit yet; the bundles hold verified weights and no kernels.")
+    print(
+        "Next step on the device: no device kit yet. The bundles hold verified weights and code; no plugin that runs them."
+    )
 
 
 def _target(name: str | None) -> devices.Device:
@@ -480,8 +482,13 @@ def _print_conversion(done: Conversion) -> None:
     note = f" ({done.verification.note})" if done.verification.note else ""
     print(f"verified: {verdict(done.verification)}{note}")
     print(f"{done.out}: {sizes(done.out)}, report.html")
-    if not done.nothing and not done.manifest.executable:
-        print("weights verified; no kernel yet")
+    if not done.nothing:
+        sm = done.manifest.sm
+        print(
+            f"every sparse node carries its code for sm_{sm} (PTX) and how to launch it; nothing has run on a device yet"
+            if done.manifest.executable
+            else "weights verified; no kernel yet"
+        )
     if done.nothing:
         print(f"Next: {done.scan.next_command}")
     else:

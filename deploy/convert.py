@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from sparsedeploy import bundle
 from sparsedeploy.bundle import Evidence, Manifest
 from sparsedeploy.converters.fuse import ConvUnit, find_units
+from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.load import save
-from sparsedeploy.converters.opset import compare_in_ort, export_hint, lower_opset, unsupported_operators
+from sparsedeploy.converters.operators import sidestep_misreadings, unsupported_operators
+from sparsedeploy.converters.opset import compare_in_ort, export_hint, lower_opset
 from sparsedeploy.converters.precision import to_fp16
 from sparsedeploy.converters.rewrite import rewrite
 from sparsedeploy.converters.shapes import fix_input_shapes, infer_shapes
@@ -108,7 +110,11 @@ def convert(request: Request) -> Conversion:
         request.tell("verifying")
         verification = _verify(request, reading, folder, built, weights)
         require(verification)
-        notes = (*reading.model.notes, *(note for item in built.values() for note in item.notes), *_rounding(built))
+        notes = (
+            *dict.fromkeys(reading.model.notes),
+            *(note for item in built.values() for note in item.notes),
+            *_rounding(built),
+        )
         manifest = _finish(request, reading, folder, scanned, plan, built, verification)
     assert units or not built
     return Conversion(request.out, manifest, scanned, plan, verification, nothing_to_convert(scanned, plan), notes)
@@ -199,21 +205,31 @@ def _rounding(built: Mapping[str, Built]) -> tuple[str, ...]:
 
 
 def _fit_target(request: Request, reading: Reading) -> None:
-    """Make the graph what the target's TensorRT reads: its opset, its operators, and fp16 where asked."""
-    model, device = reading.model, request.device
-    if device.max_opset is not None:
-        _lower(request, reading, device.max_opset)
-        missing = unsupported_operators(model)
-        if missing and not request.keep_going:
-            shown = ", ".join(f"{operator} ('{node}')" for operator, node in missing[:4])
-            raise InputError(
-                f"{request.model}: TensorRT {device.tensorrt[0]} on {device.name} has no {shown}"
-                f"{f' and {len(missing) - 4} more' if len(missing) > 4 else ''}. Replace them in the model, export with "
-                f"an older opset ({export_hint(model)}), or pass --keep-going if a plugin of yours provides them."
-            )
+    """Bring the graph to the target's opset, and to fp16 where asked."""
+    if request.device.max_opset is not None:
+        _lower(request, reading, request.device.max_opset)
     if request.precision == "fp16":
         request.tell("making the fp16 graph")
-        to_fp16(model)
+        to_fp16(reading.model)
+
+
+def _respell(request: Request, model: Model) -> None:
+    """Last of all: what TensorRT 8.0's parser misreads is spelled another way, what it lacks is refused.
+
+    Later than the rewriting, because it takes apart activations that a convolution could have fused.
+    """
+    device = request.device
+    if not device.tensorrt[0].startswith("8.0"):
+        return
+    sidestep_misreadings(model)
+    missing = unsupported_operators(model)
+    if missing and not request.keep_going:
+        shown = ", ".join(f"{operator} ('{node}')" for operator, node in missing[:4])
+        raise InputError(
+            f"{request.model}: TensorRT {device.tensorrt[0]} on {device.name} has no {shown}"
+            f"{f' and {len(missing) - 4} more' if len(missing) > 4 else ''}. Replace them in the model, export with "
+            f"an older opset ({export_hint(model)}), or pass --keep-going if a plugin of yours provides them."
+        )
 
 
 def _lower(request: Request, reading: Reading, newest: int) -> None:
@@ -248,7 +264,11 @@ def _write_models(
 ) -> tuple[ConvUnit, ...]:
     """model.dense.onnx, and model.sparse.onnx where a layer is sparse; the reading's model becomes the sparse one."""
     model = reading.model
-    save(model, folder / bundle.DENSE_MODEL)
+    dense = Model(type(model.proto)(), model.path, model.notes)
+    dense.proto.CopyFrom(model.proto)
+    _respell(request, dense)
+    save(dense, folder / bundle.DENSE_MODEL)
+    del dense
     if not nodes:
         return ()
     # Lowering and fp16 changed the graph and may have renamed values, but neither the convolutions nor their order.
@@ -260,6 +280,7 @@ def _write_models(
     if any(node.fixed_hw for node in nodes.values()):
         fix_input_shapes(model, reading.inputs)
     rewrite(model, by_output, units)
+    _respell(request, model)
     save(model, folder / bundle.SPARSE_MODEL)
     return units
 
