@@ -139,7 +139,7 @@ def _stored_type(graph: Graph, node: NodeProto) -> str:
     if tensor is None:
         return "unknown"
     kind = int(tensor.data_type)
-    return _FLOAT_TYPES.get(kind, TensorProto.DataType.Name(kind).lower())
+    return _FLOAT_TYPES.get(kind) or str(TensorProto.DataType.Name(kind)).lower()
 
 
 def stored_precision(path: Path) -> Precision:

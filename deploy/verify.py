@@ -147,10 +147,10 @@ def check_weights(node: SparseConv, weight: Floats, bias: Floats | None) -> Weig
         got, got_bias = kernel_named(node.kernel).unpack(node)
         if got.shape != weight.shape:
             raise ValueError(f"{node.layer}: carries a weight {got.shape}, the model's is {weight.shape}")
-    except (ValueError, InputError) as error:
+    except (ValueError, InputError) as problem:
         return WeightCheck(
             layer=node.layer, kernel=node.kernel, nnz=0, rounded=0, max_rel=float("inf"), passed=False,
-            problem=str(error),
+            problem=str(problem),
         )  # fmt: skip
     differ = got != weight
     error = np.abs(got[differ].astype(np.float64) - weight[differ]) / np.maximum(np.abs(weight[differ]), 1e-45)
@@ -246,7 +246,7 @@ def _layer_outputs(subject: Subject, folder: Path, feeds: Feeds, feeds_name: str
     layers, budget = read_nodes(subject.sparse), LAYER_BYTES
     needed: dict[str, None] = {}
     reads = {node.output[0]: list(node.input) for node in subject.sparse.proto.graph.node if node.output[0] in layers}
-    chosen = []
+    chosen: list[str] = []
     for name, node in layers.items():
         g, values = node.geometry, [*reads[name][: 1 + node.has_residual], name]
         budget -= 4 * _batch(feeds) * (g.ic * g.h * g.w * (values[0] not in needed) + g.oc * g.oh * g.ow)
@@ -344,11 +344,11 @@ def _without_runtime(
         )
         try:
             dense = run_file(subject.dense_file, feeds)
-            got = _run_restored(subject, folder, feeds, lambda node: kernel_named(node.kernel).unpack(node))
+            restored = _run_restored(subject, folder, feeds, lambda node: kernel_named(node.kernel).unpack(node))
         except RuntimeError:
             note = "each sparse layer was checked by itself"
         else:
-            outputs = list(compare(dense, got, subject.tolerance))
+            outputs = list(compare(dense, restored, subject.tolerance))
             comparisons.append(
                 Comparison(model=SPARSE_NAME, reference=DENSE_NAME, inputs="random", outputs=tuple(outputs))
             )

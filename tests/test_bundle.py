@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from small_models import network, saved
 
-from sparsedeploy import bundle
 from sparsedeploy import convert as convert_module
 from sparsedeploy.bundle import MANIFEST, check_hashes, default_path, hashes, read_manifest, refuse_foreign, writing
 from sparsedeploy.convert import Conversion, Request, convert
@@ -161,7 +160,7 @@ def test_a_failing_rename_brings_the_old_bundle_back(tmp_path: Path, monkeypatch
             raise OSError(28, "No space left on device")
         rename(source, target)
 
-    monkeypatch.setattr(bundle.os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(OSError, match="No space"):
         fill(out, "new")
     assert names(out) == [MANIFEST, "old"]

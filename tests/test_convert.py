@@ -17,7 +17,7 @@ from small_models import model_of, network, one_conv, saved, sparse_weight
 from sparsedeploy import convert as module
 from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, check_hashes, read_manifest
 from sparsedeploy.convert import Conversion, Request, convert
-from sparsedeploy.converters.load import load
+from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import find
 from sparsedeploy.errors import CheckFailed, InputError
@@ -25,7 +25,7 @@ from sparsedeploy.layer import Precision
 from sparsedeploy.plan import Plan
 from sparsedeploy.plugins import kernel_named
 from sparsedeploy.reverify import verify_bundle
-from sparsedeploy.verify import Verification
+from sparsedeploy.verify import Verification, verify
 
 A100, NANO = find("a100"), find("jetson-nano")
 Array = NDArray[Any]
@@ -168,7 +168,6 @@ def test_a_model_too_large_for_one_message_is_written_with_a_side_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The threshold is lowered instead of making 1.5 GB of weights."""
-    save = module.save
     monkeypatch.setattr(module, "save", lambda model, path: save(model, path, side_file_above=1000))
     proto = network(channels=32)
     onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, location="w.bin", size_threshold=0)
@@ -183,8 +182,6 @@ def test_a_model_too_large_for_one_message_is_written_with_a_side_file(
 
 
 def test_failing_verification_leaves_no_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = module.verify
-
     def worse(*words: Any) -> Verification:
         result = verify(*words)
         check = result.weights[0].model_copy(update={"passed": False})

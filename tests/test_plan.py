@@ -12,7 +12,6 @@ import pytest
 from onnx import helper
 from small_models import model_of, network, one_conv, saved, sparse_weight
 
-from sparsedeploy import plan as plan_module
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.devices import DEVICES, Device, find
 from sparsedeploy.errors import InputError
@@ -28,6 +27,7 @@ from sparsedeploy.plan import (
     totals,
     with_kernel,
 )
+from sparsedeploy.plugins import KERNELS
 from sparsedeploy.plugins.kernel import Prediction
 from sparsedeploy.reading import read
 from sparsedeploy.roofline import dense_us
@@ -66,7 +66,7 @@ def test_crossover_agrees_with_comparing_directly(device: Device, size: int, tmp
         sparsity = step / 200
         best = min(
             kernel.configs(at(layer, sparsity), device, "fp32", 1)[0][1].us
-            for kernel in plan_module.KERNELS
+            for kernel in KERNELS
             if kernel.supports(layer, device, "fp32") is None
         )
         if entry.crossover is None:

@@ -114,7 +114,7 @@ def test_hint_for_dust(tmp_path: Path) -> None:
 def test_hint_for_channel_pruning(tmp_path: Path) -> None:
     weights = {f"w{i}": sparse_weight((13, 13, 3, 3), 0.0, i) for i in range(3)}
     nodes = [helper.make_node("Conv", [f"v{i}", f"w{i}"], [f"v{i + 1}"], f"c{i}", pads=[1] * 4) for i in range(3)]
-    (hint,) = scanned(model_of(nodes, weights, {"v0": [1, 13, 8, 8]}, ["v3"]), tmp_path).hints  # type: ignore[arg-type]
+    (hint,) = scanned(model_of(nodes, weights, {"v0": [1, 13, 8, 8]}, ["v3"]), tmp_path).hints
     assert hint.startswith("channel-pruned, weights dense: 2 layers")
 
 
