@@ -68,11 +68,13 @@ DEVICE void store_remote(void* mine, u32 rank, u32 value) {
 // Past L1 and in program order: with overlapped launches these bytes may be written while this kernel is already resident, so
 // neither the read-only path nor a load that moves ahead of `previous_kernel_wait` will do.
 DEVICE u16 load_u16(const u16* p) { u16 v; asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p)); return v; }
+DEVICE u32 load_u32(const void* p) { u32 v; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v; }
 DEVICE float load_f32(const float* p) { float v; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p)); return v; }
 DEVICE u32 float_bits(float f) { return __float_as_uint(f); }
 DEVICE float bits_float(u32 u) { return __uint_as_float(u); }
 #else
 DEVICE u16 load_u16(const u16* p) { return *p; }
+DEVICE u32 load_u32(const void* p) { return *(const u32*)p; }
 DEVICE float load_f32(const float* p) { return *p; }
 #endif  // SPARSEDEPLOY_SHIM
 
@@ -125,6 +127,8 @@ typedef float sum_t;
 #define PLANE (IMAGES * IMAGE)                                 // words of a channel; IMAGE and PITCH are given
 #define TAP_WORDS (SETS * SLOTS * CAPACITY * 2)
 #define BUFFER_WORDS (STAGE * PLANE + TAP_WORDS)
+#define TABLE_INTS (2 * STAGES + ALL_SLOTS * SLOT_INTS)        // what a rank needs of the table, kept in shared memory
+#define TABLE_WORDS ((TABLE_INTS + 3) / 4 * 4)
 #define CHUNKS (STAGES * SPLITS)
 #define SLOT_INTS (2 + 3 * STAGES)
 #define RECORD (2 * CHUNKS + SPLITS * ALL_SLOTS * SLOT_INTS + ALL_SLOTS)
@@ -137,63 +141,91 @@ struct Place { int image, row, col, out_h, out_w; };           // first image, o
 // What stands at column c of a tile's row: columns of one remainder by the stride lie together, so that lanes meet no bank twice.
 DEVICE int column_place(int c) { return SW == 1 ? c : c % SW * ((IN_COLS + SW - 1) / SW) + c / SW; }
 
+#define LINES(count) ((count) * (IMAGES * IN_ROWS))             // rows of the tile, all channels and images
+
+// Rows of the tile are dealt to groups of lanes; a lane moves V neighbouring columns at a time.
+template <int V> struct Lanes {
+  enum {
+    chunks = (SHIFT + IN_COLS + V - 1) / V,
+    row = chunks > 16 ? 32 : chunks > 8 ? 16 : chunks > 4 ? 8 : chunks > 2 ? 4 : 2,
+    step = THREADS / row
+  };
+};
+
+DEVICE int line_place(int line) {                              // words from the tile's start
+  return line / (IMAGES * IN_ROWS) * PLANE + line / IN_ROWS % IMAGES * IMAGE + line % IN_ROWS * PITCH;
+}
+
 #if HALF
 #define BATCH 4
-// One pixel, or with PAIRS two: images 2i and 2i + 1 (PAIR_IMAGES), or rows y and y + half of one image, low half first.
-DEVICE u32 load_word(const element* x, int image, int ic, int row, int col, int n, int h, int w, int half) {
-  if (col < 0 || col >= w) return 0;
-  const int one = PAIR_IMAGES ? 2 * image : image, two = PAIR_IMAGES ? one + 1 : one;
-  const int other = PAIRS && !PAIR_IMAGES ? row + half * SH : row;
-  u32 low = 0, high = 0;
-  if (one < n && row >= 0 && row < h) low = load_u16(x + (((size_t)one * IC + ic) * h + row) * w + col);
-  if (PAIRS && two < n && other >= 0 && other < h) high = load_u16(x + (((size_t)two * IC + ic) * h + other) * w + col);
-  return low | high << 16;
+// V elements of one row from column `col`; zero where the row or the column is outside. V > 1 needs rows of whole chunks.
+template <int V> DEVICE void load_row(u32* out, const element* x, int image, int ic, int row, int col, int n, int h, int w) {
+  const bool valid = image < n && row >= 0 && row < h && col >= 0 && col < w;
+  const element* from = x + (((size_t)image * IC + ic) * h + row) * w + col;
+#pragma unroll
+  for (int k = 0; k < (V + 1) / 2; ++k) out[k] = !valid ? 0u : V == 1 ? (u32)load_u16(from) : load_u32(from + 2 * k);
+}
+
+template <int V> DEVICE void fill_lines(u32* tile, const element* x, Place at, int first_channel, int count, int n, int h, int w, int half, int tid) {
+  typedef Lanes<V> L;
+  const int top = at.row * SH - PT, left = at.col * SW - PL - (V > 1 ? SHIFT : 0), lines = LINES(count);
+  for (int q = tid % L::row; q < (V > 1 ? L::chunks : IN_COLS); q += L::row) {
+    for (int first = tid / L::row; first < lines; first += BATCH * L::step) {
+      u32 low[BATCH][(V + 1) / 2], high[BATCH][(V + 1) / 2];
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {                        // all loads of a batch are in flight together
+        const int line = first + b * L::step, r = top + line % IN_ROWS, ic = first_channel + line / (IMAGES * IN_ROWS);
+        const int image = (at.image + line / IN_ROWS % IMAGES) * (PAIR_IMAGES ? 2 : 1), col = left + q * V, last = line < lines ? n : 0;
+        load_row<V>(low[b], x, image, ic, r, col, last, h, w);
+#if PAIRS
+        load_row<V>(high[b], x, image + PAIR_IMAGES, ic, PAIR_IMAGES ? r : r + half * SH, col, last, h, w);
+#endif
+      }
+#pragma unroll
+      for (int b = 0; b < BATCH; ++b) {
+        const int line = first + b * L::step;
+        if (line >= lines) break;
+        u32* to = tile + line_place(line) + (V > 1 ? q * V : SHIFT + column_place(q));
+#pragma unroll
+        for (int k = 0; k < (V + 1) / 2; ++k) {
+#if PAIRS
+          const u32 even = (low[b][k] & 0xffffu) | high[b][k] << 16, odd = low[b][k] >> 16 | (high[b][k] & 0xffff0000u);
+#else
+          const u32 even = float_bits(half_to_float((u16)(low[b][k] & 0xffffu))), odd = float_bits(half_to_float((u16)(low[b][k] >> 16)));
+#endif
+          if (V == 1) *to = even; else *(uint2*)(to + 2 * k) = make_uint2(even, odd);
+        }
+      }
+    }
+  }
+}
+#else
+template <int V> DEVICE void fill_lines(u32* tile, const element* x, Place at, int first_channel, int count, int n, int h, int w, int half, int tid) {
+  typedef Lanes<V> L;
+  const int top = at.row * SH - PT, left = at.col * SW - PL - (V > 1 ? SHIFT : 0), lines = LINES(count);
+  for (int line = tid / L::row; line < lines; line += L::step) {
+    const int r = top + line % IN_ROWS, image = at.image + line / IN_ROWS % IMAGES;
+    const bool inside = image < n && r >= 0 && r < h;
+    const element* from = x + (((size_t)image * IC + first_channel + line / (IMAGES * IN_ROWS)) * h + r) * w;
+    for (int q = tid % L::row; q < (V > 1 ? L::chunks : IN_COLS); q += L::row) {
+      const int col = left + q * V;
+      const bool valid = inside && col >= 0 && col < w;
+      u32* to = tile + line_place(line) + (V > 1 ? q * V : SHIFT + column_place(q));
+      const element* source = valid ? from + col : x;
+      if (V == 4) copy_16(to, source, valid); else if (V == 2) copy_8(to, source, valid); else copy_4(to, source, valid);
+    }
+  }
 }
 #endif
 
 DEVICE void fill(u32* tile, const element* x, Place at, int first_channel, int count, int n, int h, int w, int half, int tid) {
-  const int top = at.row * SH - PT, left = at.col * SW - PL;
-#if !HALF && VECTOR > 1
+#if VECTOR > 1
   if (w % VECTOR == 0) {                                       // a chunk is then inside or outside as a whole
-    const int chunks = (SHIFT + IN_COLS + VECTOR - 1) / VECTOR;
-    for (int e = tid; e < count * (IMAGES * IN_ROWS * chunks); e += THREADS) {
-      const int q = e % chunks, r = e / chunks % IN_ROWS, i = e / (chunks * IN_ROWS) % IMAGES, c = e / (chunks * IN_ROWS * IMAGES);
-      const int row = top + r, col = left - SHIFT + q * VECTOR;
-      const bool valid = at.image + i < n && row >= 0 && row < h && col >= 0 && col < w;
-      const element* from = valid ? x + (((size_t)(at.image + i) * IC + first_channel + c) * h + row) * w + col : x;
-      u32* to = tile + c * PLANE + i * IMAGE + r * PITCH + q * VECTOR;
-      if (VECTOR == 4) copy_16(to, from, valid); else copy_8(to, from, valid);
-    }
+    fill_lines<VECTOR>(tile, x, at, first_channel, count, n, h, w, half, tid);
     return;
   }
 #endif
-  const int total = count * (IMAGES * IN_ROWS * IN_COLS);
-#if HALF
-  // Through registers, BATCH loads in flight at a time.
-  for (int first = tid; first < total; first += BATCH * THREADS) {
-    u32 word[BATCH];
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const int e = first + b * THREADS;
-      const int q = e % IN_COLS, r = e / IN_COLS % IN_ROWS, i = e / (IN_COLS * IN_ROWS) % IMAGES, c = e / (IN_COLS * IN_ROWS * IMAGES);
-      word[b] = e < total ? load_word(x, at.image + i, first_channel + c, top + r, left + q, n, h, w, half) : 0u;
-    }
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const int e = first + b * THREADS;
-      const int q = e % IN_COLS, r = e / IN_COLS % IN_ROWS, i = e / (IN_COLS * IN_ROWS) % IMAGES, c = e / (IN_COLS * IN_ROWS * IMAGES);
-      if (e < total) tile[c * PLANE + i * IMAGE + r * PITCH + SHIFT + column_place(q)] = PAIRS ? word[b] : float_bits(half_to_float((u16)word[b]));
-    }
-  }
-#else
-  for (int e = tid; e < total; e += THREADS) {
-    const int q = e % IN_COLS, r = e / IN_COLS % IN_ROWS, i = e / (IN_COLS * IN_ROWS) % IMAGES, c = e / (IN_COLS * IN_ROWS * IMAGES);
-    const int row = top + r, col = left + q;
-    const bool valid = at.image + i < n && row >= 0 && row < h && col >= 0 && col < w;
-    copy_4(tile + c * PLANE + i * IMAGE + r * PITCH + SHIFT + column_place(q),
-           valid ? x + (((size_t)(at.image + i) * IC + first_channel + c) * h + row) * w + col : x, valid);
-  }
-#endif
+  fill_lines<1>(tile, x, at, first_channel, count, n, h, w, half, tid);
 }
 
 struct Fetched { u32 place[SLOTS][ROUNDS]; u32 value[SLOTS][ROUNDS]; };
@@ -334,9 +366,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
   at.image = tile / (col_tiles * row_tiles) * IMAGES;
 
   const int* record = table + blockIdx.y * RECORD;
-  const int* chunks = record + 2 * STAGES * rank;
-  const int* mine = record + 2 * CHUNKS + (rank * ALL_SLOTS + set * SLOTS) * SLOT_INTS;
-  u32* buffers = (u32*)smem;
+  int* chunks = (int*)smem;
+  const int* mine = chunks + 2 * STAGES + set * (SLOTS * SLOT_INTS);
+  u32* buffers = (u32*)smem + TABLE_WORDS;
+  for (int k = tid; k < TABLE_INTS; k += THREADS)
+    chunks[k] = k < 2 * STAGES ? record[2 * STAGES * rank + k] : record[2 * CHUNKS + rank * ALL_SLOTS * SLOT_INTS + k - 2 * STAGES];
   const int pixel = t < PIXELS ? t : PIXELS - 1;
   const int base = pixel / (GROUPS * COLS) * IMAGE + pixel / COLS % GROUPS * (ROWS * SH * PITCH) + pixel % COLS + SHIFT;
 
@@ -350,6 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
   Fetched fetched;
   u32* taps = buffers + STAGE * PLANE + set * (SLOTS * CAPACITY * 2);
   next_kernel_may_start();
+  __syncthreads();
   fetch(&fetched, mine, 0, words, values, t);
   if (OVERLAP) put(&fetched, taps, mine, 0, t);
   previous_kernel_wait();
@@ -391,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
 
 #if SPLITS > 1
   // Each sum goes to the block that owns its slot: [source rank][slot of the share][row][thread].
-  u32* received = (u32*)smem;
+  u32* received = buffers;
   cluster_barrier();                                           // nobody reads a tile any more
 #pragma unroll
   for (int s = 0; s < SLOTS; ++s) {

@@ -92,9 +92,9 @@ class Tiling:
 
     @property
     def vector(self) -> int:
-        """Elements of one copy to shared memory; 1 where columns are taken apart by the stride or read as halves."""
+        """Elements of one copy to shared memory; 1 where columns are taken apart by the stride."""
         g = self.geometry
-        if g.stride[1] != 1 or self.pairs != "none":
+        if g.stride[1] != 1:
             return 1
         one_tile = self.cols >= g.ow
         return next(v for v in (4, 2, 1) if g.w % v == 0 and (one_tile or self.cols % v == 0))
@@ -184,7 +184,8 @@ class Tiling:
         received = (
             self.splits * -(-self.channels // self.splits) * self.rows * self.warps * 32 if self.splits > 1 else 0
         )
-        return 4 * max(buffer * min(stages, 2), received)
+        table = -(-(2 * stages + self.channels * (2 + 3 * stages)) // 4) * 4
+        return 4 * (table + max(buffer * min(stages, 2), received))
 
 
 @lru_cache(maxsize=4096)
@@ -323,6 +324,10 @@ def make_plan(
     return (Variant(precision, (launch,)),)
 
 
+_LAUNCH_US, _START_US, _STAGE_US, _CLUSTER_US = 1.2, 0.8, 0.6, 1.2
+"""Latencies that no throughput hides, on an H200: of a launch, of a block's first loads, of a stage, of a cluster's sum."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A predicted time of a tiling and what binds it."""
@@ -341,20 +346,27 @@ def estimate(tiling: Tiling, nnz: int, n: int, device: Device, precision: Precis
     clock_ghz = device.fp32_tflops * 1e3 / (device.sm_count * 256)
     blocks_of_channels = len(t.channel_blocks())
     blocks = t.tile_count(n) * blocks_of_channels * t.splits
+    stages = t.stages(g.ic // g.group)
     taps = nnz / (blocks_of_channels * t.splits)
-    spread = 1 + 1.0 / math.sqrt(max(taps / t.sets, 1.0))
+    # The fullest set keeps the others waiting, stage by stage.
+    spread = 1 + 1.0 / math.sqrt(max(taps / t.sets / stages, 1.0))
     cycles = taps * spread * t.warps * (t.rows * t.conflicts + 0.5)
-    resident = max(1, min(1024 // t.threads, 4))
+    registers = 65536 // (t.threads * (t.slots * t.rows + 48))
+    shared = device.shared_kb_per_block * 1024 // t.shared_bytes(stages, round(1.5 * taps / t.channels / stages) + 4)
+    resident = max(1, min(registers, shared, 2048 // t.threads))
     per_sm = -(-blocks // device.sm_count)
     busy_warps = min(per_sm, resident) * t.threads / 32
-    compute = per_sm * cycles / clock_ghz / 1e3 * max(1.0, 10 / busy_warps)
-    fill_words = g.ic * t.images * t.in_rows * t.in_cols * len(t.channel_blocks()) / g.group
+    compute = per_sm * cycles / clock_ghz / 1e3 * max(1.0, 8 / busy_warps)
+    fill_words = g.ic * t.images * t.in_rows * t.in_cols * blocks_of_channels / g.group
     element = 4 if precision == "fp32" else 2
     fill = t.tile_count(n) * fill_words * element * (2 if t.pairs != "none" else 1) / (1.3 * device.bandwidth_gbs) / 1e3
-    instructions = t.stage * t.images * t.in_rows * t.in_cols / t.vector * 14 / 32 / 4 / clock_ghz / 1e3
-    fixed = 2.0 + (1.0 if t.splits > 1 else 0.0) + instructions
+    moves = taps * 16 + t.stage * stages * t.images * t.in_rows * t.in_cols / t.vector * 20
+    issue = per_sm * moves / 32 / 2 / clock_ghz / 1e3
+    waiting = -(-per_sm // resident) * (_START_US + _STAGE_US * stages + (_CLUSTER_US if t.splits > 1 else 0.0))
     worst = max(compute, fill)
-    return Estimate(fixed + worst + 0.5 * min(compute, fill), "shared" if compute >= fill else "l2")
+    return Estimate(
+        _LAUNCH_US + waiting + worst + issue + 0.3 * min(compute, fill), "shared" if compute >= fill else "l2"
+    )
 
 
 def predict(layer: ConvLayer, device: Device, precision: Precision, batch: int) -> Prediction:

@@ -63,9 +63,9 @@ def layer_for(g: Geometry) -> ConvLayer:
     return ConvLayer(name="bench", weight="w", dtype="fp32", shape=g.weight_shape, geometry=g)
 
 
-def cubins(text: str, precision: Precision, name: str) -> tuple[Image, ...]:
-    """The source as a cubin for sm_90."""
-    return (Image(90, precision, "cubin", compile_cuda(text, 90, kind="cubin", name=name).data),)
+def images_of(text: str, precision: Precision, name: str) -> tuple[Image, ...]:
+    """The source as PTX for sm_90: the driver assembles it."""
+    return (Image(90, precision, "ptx", compile_cuda(text, 90, name=name).data),)
 
 
 def direct_works(g: Geometry, w: Any, sparsity: float, n: int, precision: Precision, top: int) -> list[Work]:
@@ -80,14 +80,14 @@ def direct_works(g: Geometry, w: Any, sparsity: float, n: int, precision: Precis
     works: list[Work] = []
     seen: set[tuple[int, ...]] = set()
     for guess, tiling in guesses:
-        kind = (tiling.rows, tiling.warps, tiling.splits, tiling.sets * tiling.slots)
+        kind = (tiling.rows, tiling.warps, tiling.splits, tiling.sets, tiling.slots, tiling.stages(g.ic))
         if kind in seen:
             continue
         seen.add(kind)
         built = direct.with_code(Built(bare), "packed", PACKED.places(bare), device, options, tiling)
         _, stages, capacity = direct.make_table(tiling, "packed", PACKED.places(bare))
         text = direct.source(tiling, "packed", Epilogue(), precision, stages, capacity)
-        node = replace(built.node, images=cubins(text, precision, "direct.cu"))
+        node = replace(built.node, images=images_of(text, precision, "direct.cu"))
         shape = f"i{tiling.images} g{tiling.groups} r{tiling.rows} c{tiling.cols} w{tiling.warps} sets{tiling.sets} slots{tiling.slots} k{tiling.splits} st{tiling.stage}x{stages} {tiling.pairs}"
         works.append(Work(f"direct_{precision}", node, n, sparsity, guess.us, shape))
         if len(works) == 1 and sparsity == 0.9:  # the same without overlapping launches, to know what that gives
@@ -118,7 +118,9 @@ def paper_work(g: Geometry, w: Any, sparsity: float, n: int) -> Work:
     grid = (const(-(-g.oh // 8) * -(-g.ow // 16)), const(-(-g.oc // ocs)), var("N"))
     args = (Arg("input"), Arg("output"), Arg("constant", 0), Arg("constant", 1), Arg("N"), Arg("H"), Arg("W"))
     plan = (Variant("fp32", (Launch("paper", grid, (256, 1, 1), args),)),)
-    return Work("paper", replace(bare, plan=plan, images=cubins(text, "fp32", "paper_packed.cu")), n, sparsity, 0.0, "")
+    return Work(
+        "paper", replace(bare, plan=plan, images=images_of(text, "fp32", "paper_packed.cu")), n, sparsity, 0.0, ""
+    )
 
 
 def escoin_work(g: Geometry, w: Any, sparsity: float, n: int) -> Work:
@@ -139,7 +141,7 @@ def escoin_work(g: Geometry, w: Any, sparsity: float, n: int) -> Work:
         "escoin", grid, (256, 1, 1), (Arg("workspace", 0), Arg("output"), *(Arg("constant", k) for k in range(3)))
     )
     plan = (Variant("fp32", (pad, main), var("N") * (4 * padded)),)
-    return Work("escoin", replace(bare, plan=plan, images=cubins(text, "fp32", "escoin.cu")), n, sparsity, 0.0, "")
+    return Work("escoin", replace(bare, plan=plan, images=images_of(text, "fp32", "escoin.cu")), n, sparsity, 0.0, "")
 
 
 def prepare(folder: Path, top: int, only: str) -> None:
