@@ -1,0 +1,227 @@
+"""Baked code against float64: what ships is interpreted, read back and assembled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conv_cases import EPILOGUES, Case, cases, fill, layer_of, pruned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from sparsedeploy.devices import DEVICES, find
+from sparsedeploy.layer import Epilogue, Geometry, Precision
+from sparsedeploy.plugins import epilogue
+from sparsedeploy.plugins.assemble import assemble
+from sparsedeploy.plugins.baked import BAKED, MAX_NNZ
+from sparsedeploy.plugins.baked.choose import SHARED_KB, from_config, ranked, to_config
+from sparsedeploy.plugins.baked.emit import Entry, module
+from sparsedeploy.plugins.baked.interpret import run_plan
+from sparsedeploy.plugins.baked.schedule import Schedule, cluster_channels, columns, flatten, nonzeros, pieces
+from sparsedeploy.plugins.cost import ceilings
+from sparsedeploy.plugins.kernel import BuildOptions, Config, UnfitWeightsError
+from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.plugins.reference import conv2d
+
+H200 = find("h200")
+RELATIVE = {"f32": 2.0**-22, "hf": 2.0**-10, "h2": 2.0**-9}
+"""Error allowed, as a share of an output's sum of magnitudes: a few roundings of fp32 sums, of fp16 output, of half2 sums."""
+SQUARE = Geometry(oc=8, ic=6, kh=3, kw=3, h=9, w=8, pads=(1, 1, 1, 1))
+ODD = Geometry(oc=8, ic=6, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
+
+
+def build(case: Case, config: Config, precision: Precision, archs: tuple[int, ...], batch: int = 1) -> SparseConv:
+    return BAKED.build(case.layer, case.weight, case.bias, H200, config, BuildOptions(precision, batch, archs)).node
+
+
+def check(case: Case, node: SparseConv, mode: str, arch: int) -> None:
+    """The interpreted plan against float64, element by element; an output that nothing wrote is NaN and fails."""
+    element = np.float32 if node.precision == "fp32" else np.float16
+    x = case.x.astype(element)
+    residual = None if case.residual is None else case.residual.astype(element)
+    y = run_plan(node.plan, node.images, node.precision, x, residual, node.constants, node.geometry, arch=arch)
+    weight, bias = BAKED.unpack(node)
+    added = None if residual is None else residual.astype(np.float64)
+    expected = epilogue.apply(node.epilogue, conv2d(x, weight, bias, node.geometry), added)
+    size = conv2d(np.abs(x), np.abs(weight), None if bias is None else np.abs(bias), node.geometry)
+    size += 0 if residual is None else np.abs(residual)
+    bad = ~(np.abs(y - expected) <= RELATIVE[mode] * np.maximum(1, np.log2(size.size)) * size + 2.0**-14 * (mode != "f32"))
+    assert not bad.any(), f"{bad.sum()} of {bad.size} wrong, first at {np.argwhere(bad)[0]}"
+
+
+CONFIGS: tuple[Config, ...] = (
+    {},
+    {"channels": 4, "pixels": 64, "stage_channels": 2, "step": 16},
+    {"channels": 4, "pixels": 96, "stage_channels": 1, "ring": 2, "rows": 2},
+    {"channels": 3, "pixels": 32, "splits": 2, "combine": 1, "stage_channels": 2},
+    {"channels": 3, "pixels": 32, "splits": 2, "combine": 1, "mates": 2, "pieces_first": 1, "dependent": 1},
+    {"channels": 2, "pixels": 64, "splits": 3, "combine": 2},
+    {"channels": 2, "pixels": 32, "splits": 3, "combine": 2, "pieces_first": 1, "mates": 2},
+    {"channels": 8, "pixels": 64, "columns": 8, "stage_channels": 4},
+)
+MODES = (("fp32", {}, "f32"), ("fp16", {"sums": 32}, "hf"), ("fp16", {}, "h2"), ("fp16", {"pair_rows": 1}, "h2"))
+
+
+@pytest.mark.parametrize(("precision", "more", "mode"), MODES, ids=["f32", "hf", "h2", "h2 rows"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: " ".join(f"{k}={v}" for k, v in config.items()) or "default")
+@pytest.mark.parametrize("geometry", [SQUARE, ODD], ids=["9x8", "7x7"])
+def test_every_schedule_computes_the_convolution(
+    geometry: Geometry, config: Config, precision: Precision, more: Config, mode: str
+) -> None:
+    case = fill(geometry, EPILOGUES[1], 90, batch=3, seed=3)
+    settings = {} if not config and "pair_rows" in more else more  # pairing is a schedule's, not the default's
+    check(case, build(case, config | settings, precision, (90,)), mode, 90)
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(case=cases(), arch=st.sampled_from([53, 75, 80, 90]), mode=st.sampled_from(["f32", "hf", "h2"]))
+def test_any_convolution_on_any_architecture(case: Case, arch: int, mode: str) -> None:
+    precision: Precision = "fp32" if mode == "f32" else "fp16"
+    node = build(case, {"sums": 32} if mode == "hf" else {}, precision, (arch,), batch=len(case.x))
+    check(case, node, mode, arch)
+
+
+@pytest.mark.parametrize("how", EPILOGUES, ids=lambda how: how.describe())
+@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[3], CONFIGS[5]], ids=["whole", "cluster", "planes"])
+@pytest.mark.parametrize("mode", ["f32", "h2"])
+def test_every_epilogue(how: Epilogue, config: Config, mode: str) -> None:
+    case = fill(SQUARE, how, 100, batch=2, seed=5)
+    check(case, build(case, config, "fp32" if mode == "f32" else "fp16", (90,)), mode, 90)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_one_plan_serves_every_batch(batch: int) -> None:
+    g = Geometry(oc=16, ic=8, kh=3, kw=3, h=6, w=6, pads=(1, 1, 1, 1))
+    case = fill(g, EPILOGUES[0], 120, batch, seed=1)
+    for precision, mode in (("fp32", "f32"), ("fp16", "h2")):
+        node = build(case, {}, precision, (80, 90), batch=8)  # type: ignore[arg-type]
+        assert len(node.plan) == 2
+        assert node.plan[0].max_n + 1 == node.plan[1].min_n
+        assert node.plan[1].max_n == 0
+        for arch in (80, 90):
+            check(case, node, mode, arch)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 1.0])
+def test_weights_and_bias_are_read_back_exactly(sparsity: float) -> None:
+    total = int(np.prod(SQUARE.weight_shape))
+    case = fill(SQUARE, EPILOGUES[1], round(total * (1 - sparsity)), batch=1, seed=9)
+    weight, bias = BAKED.unpack(build(case, {}, "fp32", (53, 90), batch=8))
+    np.testing.assert_array_equal(weight, case.weight)
+    np.testing.assert_array_equal(bias, case.bias)
+    half, _ = BAKED.unpack(build(case, {}, "fp16", (90,)))
+    np.testing.assert_array_equal(half, case.weight.astype(np.float16).astype(np.float32))
+
+
+def test_building_twice_gives_the_same_bytes() -> None:
+    case = fill(SQUARE, EPILOGUES[2], 100, batch=1, seed=4)
+    first, second = (build(case, {}, "fp16", (53, 80, 90), batch=8) for _ in range(2))
+    assert first.same_as(second)
+
+
+ARCHS = tuple(sorted({device.sm for device in DEVICES}))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("config", [{"sums": 16}, {"sums": 32}], ids=["h2", "hf"])
+def test_code_assembles_for_every_target(arch: int, config: Config) -> None:
+    case = fill(ODD, EPILOGUES[2], 60, batch=1, seed=6)
+    node = build(case, config, "fp16", (arch,))
+    assert assemble(node.images[0].data, arch).cubin[:4] == b"\x7fELF"
+    single = build(case, CONFIGS[5], "fp32", (arch,))
+    made = assemble(single.images[0].data, arch)
+    assert set(made.usage) == {"conv", "conv_sum"}
+    assert made.spill_bytes == 0
+
+
+def test_splits_are_summed_in_a_cluster_only_where_every_image_has_clusters() -> None:
+    g = Geometry(oc=64, ic=256, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
+    for archs, combines in (((90,), {"none", "cluster"}), ((80, 90), {"none", "planes"})):
+        found = ranked(g, "fp32", 1, 14000, ceilings(H200), archs, 40)
+        assert {s.combine for s, _, _ in found} <= combines
+        assert all(s.cluster == 1 or min(archs) >= 90 for s, _, _ in found)
+
+
+def test_a_configuration_names_its_schedule() -> None:
+    for precision in ("fp32", "fp16"):
+        for s, _, _ in ranked(SQUARE, precision, 8, 43, ceilings(H200), (90,), 20):  # type: ignore[arg-type]
+            assert from_config(SQUARE, precision, to_config(s)) == s  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no parameter warp"):
+        from_config(SQUARE, "fp32", {"warp": 3})
+
+
+def test_no_block_asks_for_more_shared_memory_than_the_architecture_has() -> None:
+    for device in DEVICES:
+        for g in (SQUARE, Geometry(oc=64, ic=64, kh=3, kw=3, h=56, w=56, pads=(1, 1, 1, 1))):
+            for s, _, _ in ranked(g, "fp32", 8, 3700, ceilings(device), (device.sm,), 5):
+                assert s.block_bytes(min(g.oc, s.channels + s.channels // 8)) <= SHARED_KB[device.sm] * 1024
+
+
+def test_pixels_of_a_warp_meet_no_bank_twice() -> None:
+    for side in (56, 28, 14, 7):
+        g = Geometry(oc=64, ic=64, kh=3, kw=3, h=side, w=side, pads=(1, 1, 1, 1))
+        assert Schedule(g, "f32", pixels=384).load_wavefronts == 1.0
+
+
+def test_channels_are_spread_evenly_and_by_the_columns_they_share() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 60, 48)
+    weight = np.zeros((48, 20, 3, 3), np.float32)
+    for row, count in zip(weight.reshape(48, -1), counts, strict=True):
+        row[rng.permutation(180)[:count]] = 1.0
+    g = Geometry(oc=48, ic=20, kh=3, kw=3, h=4, w=4)
+    used = columns(nonzeros(weight, g), g)
+    groups = cluster_channels(used, range(48), 4, 14)
+    assert sorted(oc for group in groups for oc in group) == list(range(48))
+    loads = [counts[list(group)].sum() for group in groups]
+    assert max(loads) <= 1.1 * np.mean(loads)
+    # Two families of channels with disjoint columns do not mix.
+    family: NDArray[np.bool_] = np.zeros((16, 40), np.bool_)
+    family[::2, :20], family[1::2, 20:] = True, True
+    assert {tuple(oc % 2 for oc in group) for group in cluster_channels(family, range(16), 2, 8)} == {(0,) * 8, (1,) * 8}
+
+
+def test_pieces_hold_every_weight_once() -> None:
+    for g in (SQUARE, SQUARE.model_copy(update={"group": 2}), SQUARE.model_copy(update={"oc": 6, "group": 6})):
+        for splits in (1, 2, 4):
+            weight = pruned(g.weight_shape, 20, 1)
+            found = nonzeros(weight, g)
+            parts = pieces(Schedule(g, "f32", channels=3, splits=splits), found)
+            assert len(parts) % splits == 0
+            held = [
+                sum(oc in part.oc and part.ic[0] <= ic < part.ic[1] for part in parts)
+                for oc, ic in zip(found.oc, found.ic, strict=True)
+            ]
+            assert held == [1] * found.count
+
+
+def test_halves_that_overflow_or_vanish_are_refused_unless_sums_are_fp32() -> None:
+    case = fill(SQUARE, EPILOGUES[0], 10, batch=1, seed=2)
+    for value in (1e6, 1e-9):
+        weight = case.weight.copy()
+        weight[0, 0, 0, 0] = value
+        bad = replace(case, weight=weight, layer=layer_of(SQUARE, weight))
+        with pytest.raises(UnfitWeightsError, match="sums=32"):
+            build(bad, {}, "fp16", (90,))
+        np.testing.assert_array_equal(BAKED.unpack(build(bad, {"sums": 32}, "fp16", (90,)))[0], weight)
+
+
+def test_supports_says_why_not() -> None:
+    case = fill(SQUARE, EPILOGUES[0], 10, batch=1, seed=2)
+    assert BAKED.supports(case.layer, H200, "fp32") is None
+    assert case.layer.zeros is not None
+    many = case.layer.model_copy(update={"zeros": case.layer.zeros.model_copy(update={"nnz": MAX_NNZ + 1})})
+    reason = BAKED.supports(many, H200, "fp32")
+    assert reason is not None
+    assert reason.code == "too-many-nonzeros"
+    transposed = BAKED.supports(case.layer.model_copy(update={"op": "ConvTranspose"}), H200, "fp32")
+    assert transposed is not None
+    assert transposed.code == "operator"
+
+
+def test_a_flattened_convolution_says_so_in_its_header() -> None:
+    g = Geometry(oc=4, ic=4, kh=1, kw=1, h=6, w=10)
+    text = module(flatten(g), nonzeros(pruned(g.weight_shape, 5, 0), g), None, Epilogue(), [Entry("k", Schedule(flatten(g), "f32"))], 90, "7.8")
+    assert "// baked 1 ic=4 oc=4 kh=1 kw=1 stride=1,1 dilation=1,1 pads=0,0,0,0 h=1 w=60 group=1" in text
