@@ -139,7 +139,9 @@ def build(trt: Any, request: Request) -> Answer:
     log.write(STAGE, f"building the engine of {Path(request.model).name}")
     plan = builder.build_serialized_network(network, config)
     if plan is None:
-        raise CheckFailed(f"{title} could not build {Path(request.model).name}: {log.reason()}. {_what_next(request)}")
+        raise CheckFailed(
+            f"{title} could not build {Path(request.model).name}: {log.reason()}. {_what_next(request, log.reason())}"
+        )
     layers = [match for text in log.layer_texts for match in _LAYER.finditer(text)]
     plugin_layers = tuple(_plugin_layer(match) for match in layers if match["type"] in _PLUGIN_TYPES)
     _compare_names(
@@ -234,6 +236,10 @@ def _parse(trt: Any, network: Any, logger: Any, request: Request, title: str, lo
     first = errors[0]
     where = f"node '{first.node_name()}' ({first.node_operator()})"
     more = f" ({len(errors) - 1} more nodes fail)" if len(errors) > 1 else ""
+    if "Plugin not found" in first.desc() and first.node_operator() != OP_TYPE:
+        raise InputError(
+            f"{file}: {title} has no operator {first.node_operator()}: {where}{more}. {_what_next(request)}"
+        )
     if "Plugin not found" in first.desc():
         raise MachineError(
             f"{file}: {title} has no plugin for {where}{more}. Needed is the plugin library of sparsedeploy, name "
@@ -244,7 +250,9 @@ def _parse(trt: Any, network: Any, logger: Any, request: Request, title: str, lo
     raise InputError(f"{file}: {title} cannot read {where}{more}: {'; '.join(reasons)}. {_what_next(request)}")
 
 
-def _what_next(request: Request) -> str:
+def _what_next(request: Request, reason: str = "") -> str:
+    if "check_turing_op_compatibility" in reason:
+        return "TensorRT-RTX has no such operation in fp32 for Turing GPUs: convert with --precision fp16."
     if request.plugin_nodes:
         return (
             "Try --dense to see whether the model without sparse nodes builds; the whole log is kept with --log FILE, and "
