@@ -37,9 +37,9 @@ KINDS = ("input", "output", "residual", "constant", "workspace", "N", "H", "W")
 
 
 @pytest.fixture(scope="module")
-def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dump() -> Path:
     sources = [HOST / "dump.cpp", *(PLUGIN / f"{name}.cpp" for name in ("plan", "params", "inflate"))]
-    return compile_native(tmp_path_factory.mktemp("dump") / "dump", sources)
+    return compile_native("dump", sources)
 
 
 def ask(dump: Path, lines: list[str]) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparsedeploy.plugins.assemble import cache_dir
 from sparsedeploy.plugins.node import FieldValue, SparseConv
 
 PLUGIN = Path(__file__).resolve().parents[2] / "plugins" / "trt"
@@ -16,14 +19,26 @@ HOST = Path(__file__).resolve().parent / "trt_host"
 STRICT = ("-Wall", "-Wextra", "-Wshadow", "-Werror", "-Wno-deprecated-declarations")
 
 
-def compile_native(out: Path, sources: list[Path], *flags: str) -> Path:
-    """Compile C++14; skips the test when this machine has no compiler, fails it when the code does not compile."""
+def compile_native(name: str, sources: list[Path], *flags: str, hashed: tuple[Path, ...] = ()) -> Path:
+    """Compile C++14 to a file `name`, once per content (`hashed` are headers given by flags).
+
+    Skips the test when this machine has no compiler, fails it when the code does not compile.
+    """
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler (c++) on this machine")
-    command = [compiler, "-std=c++14", "-O0", *STRICT, f"-I{HOST}", f"-I{PLUGIN}", *map(str, sources), "-o", str(out)]
-    result = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    command = [compiler, "-std=c++14", "-O0", *STRICT, *flags, f"-I{HOST}", f"-I{PLUGIN}", *map(str, sources)]
+    digest = hashlib.sha256("\0".join(command).encode())
+    for path in (*sources, *sorted(HOST.glob("*.h")), *sorted(PLUGIN.glob("*.h")), *hashed):
+        digest.update(path.read_bytes())
+    out = cache_dir() / "test-programs" / digest.hexdigest()[:32] / name
+    if not out.is_file():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        made = out.with_suffix(f".{os.getpid()}")
+        libraries = ["-ldl", "-lpthread"]
+        result = subprocess.run([*command, "-o", str(made), *libraries], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        made.replace(out)
     return out
 
 
