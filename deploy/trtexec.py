@@ -289,11 +289,15 @@ def write_target_folder(folder: Path, model: Path, recipe: Recipe, plugins: Mapp
     folder.mkdir(parents=True, exist_ok=True)
     sources = [path for path in (model, model.with_name(model.name + ".data")) if path.is_file()]
     written = [_link_or_copy(source, folder / source.name) for source in sources]
-    written += [Path(shutil.copyfile(library, folder / library.name)) for library in plugins.values()]
+    written += [_copy(library, folder / library.name) for library in plugins.values()]
     script = folder / SCRIPT
     script.write_text(trtexec_script(recipe), "utf-8")
     script.chmod(0o755)
     return (*written, script)
+
+
+def _copy(source: Path, target: Path) -> Path:
+    return target if source == target else Path(shutil.copyfile(source, target))
 
 
 def _link_or_copy(source: Path, target: Path) -> Path:

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_file",),
     ("engine", "trtexec"),
     ("triton",),
+    ("target_folder",),
     ("convert", "pruning"),
     ("reverify",),
     ("demo",),
