@@ -39,7 +39,8 @@ def verify_bundle(out: Path, model: Path | None, inputs: Path | None, seed: int)
         else random_feeds(reading.model, manifest.inputs, seed)
     )
     tolerance = tolerance_for(nodes, manifest.precision, (layer.dtype for layer in reading.layers))
-    subject = Subject(sparse, weights, out / bundle.DENSE_MODEL, original, tolerance)
+    rounded = original == out / bundle.DENSE_MODEL and manifest.precision == "fp16"
+    subject = Subject(sparse, weights, out / bundle.DENSE_MODEL, original, tolerance, rounded)
     result = verify(subject, feeds, inputs.name if inputs else f"seed {seed}")
     if original == out / bundle.DENSE_MODEL:
         note = (
