@@ -181,7 +181,13 @@ def _training(scope: _Scope, node: NodeProto) -> str | None:
     return "training mode" if flag is not None and np.any(flag) else None
 
 
+def _batch_norm(scope: _Scope, node: NodeProto) -> str | None:
+    # Up to opset 13 further outputs mean training; the importer makes one output and knows inference alone.
+    return "training mode: call model.eval() before the export" if any(node.output[1:]) else None
+
+
 _FORMS: dict[str, Callable[[_Scope, NodeProto], str | None]] = {
+    "BatchNormalization": _batch_norm,
     "Resize": _resize,
     "Upsample": _constant_input(1, "scales"),
     "Pad": _pad,

@@ -335,3 +335,17 @@ def test_fp16_bundle_without_its_original(tmp_path: Path) -> None:
     assert result.passed
     assert len(result.weights) == 3
     assert "is not here" in result.note
+
+
+def test_training_mode_is_refused_for_an_old_target(tmp_path: Path) -> None:
+    """Opset 13 says training by further outputs, which TensorRT 8.0 does not make; other targets keep the node dense."""
+    export = Export(
+        "ca = Conv<pads=[1,1,1,1]>(x, wa) y, m, v, om, ov = BatchNormalization(ca, n_s, n_b, n_m, n_v)",
+        {"wa": weight(16, 16, 3, 3), **batchnorm("n")},
+        13,
+        sparse=1,
+    )
+    path = written(tmp_path, export)
+    with pytest.raises(InputError, match=r"training mode: call model\.eval\(\)"):
+        converted(path, "jetson-nano")
+    assert any("it is in training mode" in note for note in converted(path, "a100").notes)
