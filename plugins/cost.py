@@ -37,12 +37,18 @@ class Ceilings:
     """Code that this cache holds: what fits is fetched from L2 once for all its SMs."""
     gpc_sharing: float
     """How many SMs use one fetch on average when it does not fit."""
+    near_kb: float
+    """Code of one block up to which it streams at `near_clocks`."""
     near_clocks: float
     """Clocks per instruction of straight-line code at least, however few warps run it."""
+    far_clocks: float
+    """The same for code far larger than near_kb."""
     launch_us: float
     """One more launch in a replayed graph, an empty kernel."""
     start_us: float
     """From a block's first instruction to its first sums: addresses, first loads."""
+    latency_us: float
+    """From asking for a stage of inputs to having it."""
     sync_us: float
     """A round of cluster barriers, or one more dependent launch."""
     registers: int = 65536
@@ -51,7 +57,7 @@ class Ceilings:
 
 H200 = Ceilings(
     source="measured on an H200", sm_count=132, clock_ghz=1.98, schedulers=4, issue_share=0.88, shared_bytes=128,
-    l2_tbs=5.5, hbm_tbs=4.2, cluster_tbs=2.6, l2_mb=60, gpcs=8, gpc_code_kb=128, gpc_sharing=2.2, near_clocks=2.4, launch_us=0.7, start_us=1.6,
+    l2_tbs=5.5, hbm_tbs=4.2, cluster_tbs=2.6, l2_mb=60, gpcs=8, gpc_code_kb=128, gpc_sharing=2.6, near_kb=70, near_clocks=2.4, far_clocks=6.0, launch_us=0.7, start_us=1.4, latency_us=0.8,
     sync_us=0.5,
 )  # fmt: skip
 
@@ -98,6 +104,10 @@ class Work:
     write_bytes: float
     cluster: int = 1
     """Blocks per cluster."""
+    stages: float = 1.0
+    """Stages of inputs that a block waits for, one after another."""
+    ahead: int = 2
+    """Stages asked for ahead of their use."""
     cluster_bytes: float = 0.0
     planes_bytes: float = 0.0
     """Partial sums written and read again through memory."""
@@ -114,8 +124,11 @@ def resident(work: Work, c: Ceilings) -> int:
 
 
 def slots(per_sm: int, cluster: int, c: Ceilings) -> int:
-    """Blocks that run at once. A cluster stays within one GPC, whose SMs need not be a multiple of it: an H200 runs 15
-    clusters of 8 or 30 of 4 where one block fills an SM."""
+    """Blocks that run at once.
+
+    A cluster stays within one GPC, whose SMs need not be a multiple of it: an H200 runs 15 clusters of 8 or 30 of 4
+    where one block fills an SM.
+    """
     if cluster <= 2:
         return per_sm * c.sm_count // cluster * cluster
     return int(per_sm * c.sm_count * 0.91 + 1e-6) // cluster * cluster
@@ -133,13 +146,20 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
     for blocks in [at_once] * min(full, 1) + ([left] if left else []):
         times = full if blocks == at_once and full else 1
         count = -(-blocks // min(c.sm_count, at_once))
-        busy = -(-count * warps // c.schedulers) * work.heaviest / c.issue_share
+        # Few warps hide less of each other's waiting.
+        share = c.issue_share * min(1.0, 0.7 + 0.0125 * count * warps)
+        busy = -(-count * warps // c.schedulers) * work.heaviest / share
         words = count * warps * work.loads * 128 / c.shared_bytes
-        # What an SM misses, its GPC's cache fetches; SMs that run the same code seldom ask at the same time.
-        sharing = min(c.gpc_sharing, max(1.0, work.blocks / work.pieces))
-        if min(work.pieces, blocks / c.gpcs) * work.instructions * 16 <= c.gpc_code_kb * 1024:
+        # What an SM misses, its GPC's cache fetches, an instruction a clock; SMs on the same code share some fetches.
+        per_gpc = max(1.0, blocks / c.gpcs)
+        distinct = work.pieces * (1 - (1 - 1 / work.pieces) ** per_gpc) if work.pieces > 1 else 1.0
+        sharing = min(c.gpc_sharing, max(per_gpc / distinct, 0.6 * work.blocks / work.pieces))
+        if distinct * work.instructions * 16 <= c.gpc_code_kb * 1024:
             sharing = 1e9
-        streamed = work.heaviest * max(c.near_clocks, blocks / c.gpcs / sharing)
+        alone = min(c.far_clocks, c.near_clocks * max(1.0, work.heaviest * 16 / 1024 / c.near_kb) ** 1.2)
+        streamed = work.heaviest * max(alone, per_gpc / sharing)
+        waits = max(0.0, work.stages - 1) / work.ahead * c.latency_us * c.clock_ghz * 1e3
+        streamed = max(streamed, waits)
         clocks += times * (max(busy, words, streamed) + 0.12 * (busy + words + streamed - max(busy, words, streamed)))
         issue, shared, fetch = issue + times * busy, shared + times * words, fetch + times * streamed
     us = 1e-3 / c.clock_ghz

@@ -15,6 +15,7 @@ SHARED_KB = {53: 48, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 120: 99}
 _COMBINES: tuple[Combine, ...] = ("none", "cluster", "planes")
 _SIZES = (64, 96, 128, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768)
 _OVERLAP_US = 12.0
+_REFINED = 32
 _MAX_CODE = 40_000
 """Instructions of one piece at most: what ptxas still takes in seconds."""
 
@@ -74,8 +75,8 @@ def groups_of(g: Geometry, channels: int) -> tuple[int, int, int]:
     return g.group * bins, -(-per_oc // bins), per_ic
 
 
-def estimate(s: Schedule, nnz: int, batch: int) -> Work:
-    """Counts of one launch at this batch, weights taken as spread evenly."""
+def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
+    """Counts of one launch at this batch, weights taken as spread evenly. Not `exact`: rows and bytes by rule of thumb."""
     g = s.geometry
     groups, oc, ic = groups_of(g, s.channels)
     ic_part = max(1.0, ic / s.splits)
@@ -89,11 +90,17 @@ def estimate(s: Schedule, nnz: int, batch: int) -> Work:
     strip_rows = s.pixels / s.strip * s.rows * g.stride[0]
     input_rows = strip_rows + (g.kh - 1) * g.dilation[0] + (1 if s.pixels % s.strip else 0)
     input_rows += s.pixels / max(1, s.image_pixels) * (g.kh - 1)
+    if exact:
+        input_rows = float(s.input_rows)
     moved = s.input_cols + s.chunk if s.strips > 1 else g.w
     copies = input_rows * moved / s.chunk / s.threads * s.stage_channels
     half = s.mode == "h2"
     own = oc / (s.splits if s.combine == "cluster" else 1)
-    fixed = 200 + oc * s.rows * (1 + (1 if s.combine == "cluster" else 0)) + own * s.rows * ((4 if half else 1.5) + (2 * s.splits if s.combine == "cluster" else 0))
+    fixed = (
+        200
+        + oc * s.rows * (1 + (1 if s.combine == "cluster" else 0))
+        + own * s.rows * ((4 if half else 1.5) + (2 * s.splits if s.combine == "cluster" else 0))
+    )
     instructions = fmas + loads * (2 if s.mode == "hf" else 1) + stages * (6 + copies * (8 if half else 1)) + fixed
     tiles = s.tiles().value({"N": batch})
     blocks = -(-tiles // s.mates) * s.mates * s.splits * groups
@@ -102,12 +109,14 @@ def estimate(s: Schedule, nnz: int, batch: int) -> Work:
     row_bytes = (s.input_cols + s.chunk) * s.shared_bytes + 64
     ring = int(s.stage_channels * s.ring_slots * (input_rows + 1) * row_bytes)
     shared = max(ring, sums) if s.combine == "cluster" else ring
+    if exact:
+        shared = s.block_bytes(oc)
     output = batch * g.oc * g.oh * g.ow
     return Work(
         blocks=blocks, threads=s.threads, registers=registers(s, oc), shared_bytes=shared, instructions=instructions,
         heaviest=instructions * 1.03, loads=loads, pieces=groups * s.splits, fill_bytes=fill,
         read_bytes=batch * g.ic * g.h * g.w * s.global_bytes, write_bytes=output * s.global_bytes, cluster=s.cluster,
-        cluster_bytes=blocks * sums * (s.splits - 1) / s.splits if s.combine == "cluster" else 0.0,
+        stages=stages, ahead=max(1, s.ring_slots - 1), cluster_bytes=blocks * sums * (s.splits - 1) / s.splits if s.combine == "cluster" else 0.0,
         planes_bytes=2.0 * s.splits * output * 4 if s.combine == "planes" else 0.0,
     )  # fmt: skip
 
@@ -124,13 +133,19 @@ def register_cap(s: Schedule, file: int = 65536) -> int:
 
 
 def candidates(
-    geometry: Geometry, precision: Precision, batch: int, density: float, clusters: bool, asynchronous: bool, sums: tuple[int, ...] = (16,)
+    geometry: Geometry,
+    precision: Precision,
+    batch: int,
+    density: float,
+    clusters: bool,
+    asynchronous: bool,
+    sums: tuple[int, ...] = (16,),
 ) -> Iterator[Schedule]:
     """Schedules worth predicting."""
-    for mode in (("f32",) if precision == "fp32" else tuple("h2" if bits == 16 else "hf" for bits in sums)):
+    for mode in ("f32",) if precision == "fp32" else tuple("h2" if bits == 16 else "hf" for bits in sums):
         pair: Pair = "none" if mode != "h2" else "image" if batch > 1 else "row"
         g = geometry if pair == "row" else flatten(geometry)
-        base = Schedule(g, mode, pair=pair, use_async=asynchronous, step=0)  # type: ignore[arg-type]
+        base = Schedule(g, mode, pair=pair, use_async=asynchronous, step=0)
         for rows in (1, 2) if density < 0.06 and g.oh > 1 else (1,):
             for columns in _columns(g):
                 shape = replace(base, rows=rows, columns=columns)
@@ -149,7 +164,9 @@ def _shapes(shape: Schedule, channels: int, splits: int, pixels: int, clusters: 
             pieces_first=combine == "cluster" and splits >= 4,
         )  # fmt: skip
         oc = groups_of(s.geometry, channels)[1]
-        if (blocks == 1 or blocks * s.threads <= 1024) and register_cap(s) >= oc * s.rows + (30 if s.mode == "h2" else 14):
+        if (blocks == 1 or blocks * s.threads <= 1024) and register_cap(s) >= oc * s.rows + (
+            30 if s.mode == "h2" else 14
+        ):
             yield s
 
 
@@ -188,7 +205,9 @@ def fitted(s: Schedule, limit: int, ceiling: int) -> Schedule | None:
         oc = groups_of(s.geometry, s.channels)[1]
         size = oc + oc // 8
         sums = made.combine_bytes(size)
-        if max(made.ring_bytes, sums) <= limit // s.min_blocks - 1024 and (made.ring_bytes + sums <= limit or made.block_bytes(size) <= limit):
+        if max(made.ring_bytes, sums) <= limit // s.min_blocks - 1024 and (
+            made.ring_bytes + sums <= limit or made.block_bytes(size) <= limit
+        ):
             return made
     return None
 
@@ -203,25 +222,27 @@ def ranked(
     limit = shared_limit(archs)
     guesses: list[tuple[float, int, str, Schedule]] = []
     for number, s in enumerate(candidates(geometry, precision, batch, density, clusters, min(archs) >= 80, sums)):
-        work = estimate(s, nnz, batch)
+        work = estimate(s, nnz, batch, exact=False)
         if work.heaviest > _MAX_CODE or resident(work, c) < s.min_blocks or not slots(resident(work, c), s.cluster, c):
             continue
-        us, bound = time_us(work, c)
+        us, bound = time_us(replace(work, stages=1.0), c)
         guesses.append((us, number, bound, s))
-    found: list[tuple[Schedule, float, str]] = []
-    seen: set[tuple[int, ...]] = set()
-    for us, _, bound, s in sorted(guesses, key=lambda guess: guess[:2]):
-        kind = (s.channels, s.splits, s.pixels, s.rows, s.columns, s.shared_bytes)
-        if kind in seen:  # the same but for min_blocks
-            continue
+    # The best by rule of thumb are laid out and counted exactly.
+    refined: list[tuple[float, int, str, Schedule]] = []
+    seen: set[tuple[object, ...]] = set()
+    for _, number, _, s in sorted(guesses, key=lambda guess: guess[:2]):
+        kind = (s.mode, s.channels, s.splits, s.pixels, s.rows, s.columns, s.min_blocks)
         ic = groups_of(s.geometry, s.channels)[2]
-        made = fitted(s, limit, -(-ic // s.splits))
-        if made is not None:
-            seen.add(kind)
-            # Overlapping launches won 1.5 us where a block fills an SM for 20, and lost a little at 4 us.
-            found.append((replace(made, dependent=clusters and us > _OVERLAP_US), us, bound))
-            if len(found) == count:
-                break
+        made = None if kind in seen else fitted(s, limit, -(-ic // s.splits))
+        if made is None:
+            continue
+        seen.add(kind)
+        us, bound = time_us(estimate(made, nnz, batch), c)
+        # Overlapping launches won 1.5 us where a block fills an SM for 20, and lost a little at 4 us.
+        refined.append((us, number, bound, replace(made, dependent=clusters and us > _OVERLAP_US)))
+        if len(refined) == max(_REFINED, count):
+            break
+    found = [(s, us, bound) for us, _, bound, s in sorted(refined, key=lambda guess: guess[:2])[:count]]
     return found or [(smallest(geometry, precision, batch, limit, min(archs) >= 80, sums), 1e6, "launch")]
 
 

@@ -120,7 +120,12 @@ def _list(values: Iterable[int]) -> str:
 def _by_channel(weights: Nonzeros) -> dict[int, list[tuple[int, int, int, float]]]:
     table: dict[int, list[tuple[int, int, int, float]]] = defaultdict(list)
     for oc, ic, ky, kx, value in zip(
-        weights.oc.tolist(), weights.ic.tolist(), weights.ky.tolist(), weights.kx.tolist(), weights.value.tolist(), strict=True
+        weights.oc.tolist(),
+        weights.ic.tolist(),
+        weights.ky.tolist(),
+        weights.kx.tolist(),
+        weights.value.tolist(),
+        strict=True,
     ):
         table[ic].append((oc, ky, kx, value))
     return table
@@ -212,11 +217,19 @@ class _Writer:
         if s.pieces_first:
             self._pieces_first()
         elif s.splits > 1:
-            self.op(f"rem.u32 %r3, %r2, {s.splits}", f"div.u32 %r2, %r2, {s.splits}", f"mad.lo.u32 %r0, %r0, {s.splits}, %r3")
+            self.op(
+                f"rem.u32 %r3, %r2, {s.splits}",
+                f"div.u32 %r2, %r2, {s.splits}",
+                f"mad.lo.u32 %r0, %r0, {s.splits}, %r3",
+            )
         self.op("mov.u32 %r4, 0")
         if s.strips > 1:
             self.op(f"rem.u32 %r4, %r2, {s.strips}", f"div.u32 %r2, %r2, {s.strips}", f"mul.lo.u32 %r4, %r4, {s.strip}")
-        self.op(f"mul.lo.u32 %r2, %r2, {s.pixels}", f"div.u32 %r3, %r2, {s.image_pixels}", f"rem.u32 %r5, %r2, {s.image_pixels}")
+        self.op(
+            f"mul.lo.u32 %r2, %r2, {s.pixels}",
+            f"div.u32 %r3, %r2, {s.image_pixels}",
+            f"rem.u32 %r5, %r2, {s.image_pixels}",
+        )
         self.op(f"div.u32 %r5, %r5, {s.strip}", f"mul.lo.u32 %r5, %r5, {s.rows * g.stride[0]}")
         for slot in range(s.slots):
             self._loader(slot)
@@ -248,7 +261,11 @@ class _Writer:
         for first in range(0, s.input_rows, s.threads):
             count = min(s.threads, s.input_rows - first)
             self.op(f"div.u32 %r7, %r1, {count}", f"rem.u32 %r8, %r1, {count}", f"add.s32 %r8, %r8, {first}")
-            self.op("add.s32 %r9, %r8, %r5", f"div.u32 %r9, %r9, {s.image_rows}", f"mad.lo.u32 %r9, %r9, {s.gap_bytes}, %r15")
+            self.op(
+                "add.s32 %r9, %r8, %r5",
+                f"div.u32 %r9, %r9, {s.image_rows}",
+                f"mad.lo.u32 %r9, %r9, {s.gap_bytes}, %r15",
+            )
             self.op(f"mad.lo.u32 %r9, %r8, {s.pitch_bytes}, %r9", f"mad.lo.u32 %r9, %r7, {s.plane_bytes}, %r9")
             for plane in range(0, planes, abreast):
                 self.op(f"setp.lt.u32 %p0, %r7, {min(abreast, planes - plane)}")
@@ -272,7 +289,9 @@ class _Writer:
         # Row of the tile in %r8, image after the tile's first in %r7, row inside that image's virtual rows in %r9.
         self.op(f"div.u32 %r8, %r6, {s.load_chunks}", f"rem.u32 %r6, %r6, {s.load_chunks}")
         self.op("add.s32 %r9, %r8, %r5", f"div.u32 %r7, %r9, {s.image_rows}", f"rem.u32 %r9, %r9, {s.image_rows}")
-        self.op(f"mad.lo.u32 {at}, %r8, {s.pitch_bytes}, %r15", f"mad.lo.u32 {at}, %r6, {s.chunk * s.shared_bytes}, {at}")
+        self.op(
+            f"mad.lo.u32 {at}, %r8, {s.pitch_bytes}, %r15", f"mad.lo.u32 {at}, %r6, {s.chunk * s.shared_bytes}, {at}"
+        )
         self.op(f"mad.lo.u32 {at}, %r7, {s.gap_bytes}, {at}", f"add.s32 {at}, {at}, {s.load_column * s.shared_bytes}")
         if s.phases > 1:
             self.op(f"mad.lo.u32 {at}, {phase}, {s.plane_bytes}, {at}")
@@ -286,7 +305,11 @@ class _Writer:
             self.op("shl.b32 %r7, %r7, 1")
         self.op(f"setp.lt.and.u32 {load}, %r7, %n, {load if s.strips > 1 else f'%k{slot}'}")
         if s.pair == "image":
-            self.op("add.s32 %r10, %r7, 1", f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}", f"setp.lt.and.u32 %m{slot}, %r10, %n, {load}")
+            self.op(
+                "add.s32 %r10, %r7, 1",
+                f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}",
+                f"setp.lt.and.u32 %m{slot}, %r10, %n, {load}",
+            )
         elif s.pair == "row":
             self.op(f"add.s32 %r10, %r9, {s.pair_rows}", f"setp.lt.and.u32 %m{slot}, %r10, {g.h}, {load}")
             self.op(f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}")
@@ -311,9 +334,16 @@ class _Writer:
         self.op(f"setp.lt.u32 %p1, %r1, {s.pixels}", "selp.b32 %r6, %r1, 0, %p1", "add.s32 %r6, %r6, %r2")
         self.op(f"div.u32 %r7, %r6, {s.image_pixels}", f"rem.u32 %r6, %r6, {s.image_pixels}")
         self.op(f"div.u32 %r8, %r6, {s.strip}", f"rem.u32 %r6, %r6, {s.strip}", "sub.s32 %r9, %r7, %r3")
-        self.op(f"mul.lo.u32 %r10, %r9, {s.image_rows}", f"mad.lo.u32 %r10, %r8, {s.rows * g.stride[0]}, %r10", "sub.s32 %r10, %r10, %r5")
+        self.op(
+            f"mul.lo.u32 %r10, %r9, {s.image_rows}",
+            f"mad.lo.u32 %r10, %r8, {s.rows * g.stride[0]}, %r10",
+            "sub.s32 %r10, %r10, %r5",
+        )
         self.op(f"mad.lo.u32 %b, %r10, {s.pitch_bytes}, %r15", f"mad.lo.u32 %b, %r9, {s.gap_bytes}, %b")
-        self.op(f"mad.lo.u32 %b, %r6, {g.stride[1] * s.shared_bytes}, %b", f"add.s32 %b, %b, {s.column_shift * s.shared_bytes}")
+        self.op(
+            f"mad.lo.u32 %b, %r6, {g.stride[1] * s.shared_bytes}, %b",
+            f"add.s32 %b, %b, {s.column_shift * s.shared_bytes}",
+        )
         if s.pair == "image":
             self.op("shl.b32 %r7, %r7, 1")
         self.op("add.s32 %r6, %r6, %r4", f"mul.lo.u32 %r8, %r8, {s.rows}")
@@ -385,7 +415,9 @@ class _Writer:
             for k in range(s.slots):
                 guard = self._tail(k, c, len(channels), f"%k{k}")
                 to, of = slot * s.slot_bytes + c * s.plane_bytes, (channels[0] + c) * plane
-                self.op(f"@{guard} cp.async.{'cg' if size == 16 else 'ca'}.shared.global [%u{3 * k}+{to}], [%g{k}+{of}], {size}, %u{3 * k + 2}")
+                self.op(
+                    f"@{guard} cp.async.{'cg' if size == 16 else 'ca'}.shared.global [%u{3 * k}+{to}], [%g{k}+{of}], {size}, %u{3 * k + 2}"
+                )
         self.op("cp.async.commit_group")
 
     def _tail(self, k: int, c: int, count: int, guard: str) -> str:
@@ -396,7 +428,6 @@ class _Writer:
         return "%p2"
 
     def _plain_stages(self, stages: Sequence[Sequence[int]], members: set[int]) -> None:
-        s = self.s
         if not stages:
             return
         self._put(stages[0], 0)
@@ -413,7 +444,9 @@ class _Writer:
         s = self.s
         parts = 2 if s.pair != "none" else 1
         return [
-            (c, k, (i * s.slots + k) * parts * 4) for i, c in enumerate(range(0, len(channels), s.phases)) for k in range(s.slots)
+            (c, k, (i * s.slots + k) * parts * 4)
+            for i, c in enumerate(range(0, len(channels), s.phases))
+            for k in range(s.slots)
         ]
 
     def _fetch(self, channels: Sequence[int]) -> None:
@@ -484,7 +517,10 @@ class _Writer:
                 since += len(sums)
                 for accumulator, value in sums:
                     if s.mode == "h2":
-                        self.op(f"mov.b32 %w, {pair_literal(value)}", f"fma.rn.f16x2 %a{accumulator}, {name}, %w, %a{accumulator}")
+                        self.op(
+                            f"mov.b32 %w, {pair_literal(value)}",
+                            f"fma.rn.f16x2 %a{accumulator}, {name}, %w, %a{accumulator}",
+                        )
                     else:
                         self.op(f"fma.rn.f32 %a{accumulator}, {name}, {float_literal(value)}, %a{accumulator}")
             names = following
@@ -496,10 +532,14 @@ class _Writer:
         for oc, ky, kx, value in self.weights.get(ic, ()):
             if oc in members:
                 for j in range(s.rows):
-                    taps.setdefault((j * g.stride[0] + ky * g.dilation[0], kx * g.dilation[1]), []).append((oc * s.rows + j, value))
+                    taps.setdefault((j * g.stride[0] + ky * g.dilation[0], kx * g.dilation[1]), []).append(
+                        (oc * s.rows + j, value)
+                    )
         return dict(sorted(taps.items()))
 
-    def _load_taps(self, group: Sequence[tuple[int, Tap, list[tuple[int, float]]]], slot: int, parity: int) -> list[str]:
+    def _load_taps(
+        self, group: Sequence[tuple[int, Tap, list[tuple[int, float]]]], slot: int, parity: int
+    ) -> list[str]:
         s = self.s
         names: list[str] = []
         kind = {"f32": "f32", "hf": "b16", "h2": "b32"}[s.mode]
@@ -560,7 +600,9 @@ class _Writer:
                     continue
                 distance = g.oc * self.plane_out * 4 if s.pair == "image" else s.half_rows * g.ow * 4
                 self.op(f"mov.b32 {{%h0, %h1}}, {a}", "cvt.f32.f16 %o2, %h0", "cvt.f32.f16 %o3, %h1")
-                self.op(f"@%s{j} st.global.f32 [%y+{offset}], %o2", f"@%t{j} st.global.f32 [%y+{offset + distance}], %o3")
+                self.op(
+                    f"@%s{j} st.global.f32 [%y+{offset}], %o2", f"@%t{j} st.global.f32 [%y+{offset + distance}], %o3"
+                )
 
     def _cluster_sum(self, piece: Piece) -> None:
         """Every block sends the others their share of its sums, then adds its own share in the order of the splits."""
@@ -573,7 +615,12 @@ class _Writer:
         if not self.aliased:
             self.op(f"add.s32 %r6, %r6, {s.ring_bytes}")
         if s.mates > 1:  # rank of the first split of this tile
-            self.op("mov.u32 %r9, %ctaid.x", f"rem.u32 %r9, %r9, {s.cluster}", f"div.u32 %r9, %r9, {s.splits}", f"mul.lo.u32 %r9, %r9, {s.splits}")
+            self.op(
+                "mov.u32 %r9, %ctaid.x",
+                f"rem.u32 %r9, %r9, {s.cluster}",
+                f"div.u32 %r9, %r9, {s.splits}",
+                f"mul.lo.u32 %r9, %r9, {s.splits}",
+            )
         for owner in range(s.splits):
             mine = piece.oc[owner * share : (owner + 1) * share]
             if owner == piece.split or not mine:
@@ -585,7 +632,9 @@ class _Writer:
             self.op(f"mapa.shared::cluster.u32 %r7, %r6, {rank}")
             for i, oc in enumerate(mine):
                 for j in range(s.rows):
-                    self.op(f"st.shared::cluster.{kind} [%r7+{self._slot(piece.split, share, i, j)}], %a{oc * s.rows + j}")
+                    self.op(
+                        f"st.shared::cluster.{kind} [%r7+{self._slot(piece.split, share, i, j)}], %a{oc * s.rows + j}"
+                    )
         self.op(*barrier)
         for i, oc in enumerate(piece.oc[piece.split * share : (piece.split + 1) * share]):
             for j in range(s.rows):
@@ -607,8 +656,19 @@ class _Writer:
                 continue
             if not own:
                 self.op(f"ld.shared.b32 %w, {address}")
-            self.op(f"mov.b32 {{%h0, %h1}}, {f'%a{oc * s.rows + j}' if own else '%w'}", "cvt.f32.f16 %o0, %h0", "cvt.f32.f16 %o1, %h1")
-            self.op(*([f"mov.f32 %o{k + 2}, %o{k}" if split == 0 else f"add.f32 %o{k + 2}, %o{k + 2}, %o{k}" for k in (0, 1)]))
+            self.op(
+                f"mov.b32 {{%h0, %h1}}, {f'%a{oc * s.rows + j}' if own else '%w'}",
+                "cvt.f32.f16 %o0, %h0",
+                "cvt.f32.f16 %o1, %h1",
+            )
+            self.op(
+                *(
+                    [
+                        f"mov.f32 %o{k + 2}, %o{k}" if split == 0 else f"add.f32 %o{k + 2}, %o{k + 2}, %o{k}"
+                        for k in (0, 1)
+                    ]
+                )
+            )
         if s.mode == "h2":
             self._finish_pair(oc, j)
         else:
@@ -640,7 +700,10 @@ def _after(e: Epilogue, source: str, residual: str, guard: str, size: int) -> li
         lines += [f"max.f32 %o0, {source}, {float_literal(e.low)}", f"min.f32 %o0, %o0, {float_literal(e.high)}"]
     elif e.activation == "leaky_relu":
         # max(x, slope x) is leaky ReLU for slope <= 1, min for slope > 1.
-        lines += [f"mul.f32 %o1, {source}, {float_literal(e.slope)}", f"{'max' if e.slope <= 1 else 'min'}.f32 %o0, {source}, %o1"]
+        lines += [
+            f"mul.f32 %o1, {source}, {float_literal(e.slope)}",
+            f"{'max' if e.slope <= 1 else 'min'}.f32 %o0, {source}, %o1",
+        ]
     elif source != "%o0":
         lines.append(f"mov.f32 %o0, {source}")
     if e.residual == "after_activation":

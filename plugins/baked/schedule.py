@@ -45,8 +45,8 @@ def nonzeros(weight: NDArray[np.float32], geometry: Geometry) -> Nonzeros:
     oc, ic, ky, kx = np.nonzero(weight)
     absolute = ic + oc // (geometry.oc // geometry.group) * (geometry.ic // geometry.group)
     order = np.lexsort((oc, kx, ky, absolute))
-    fields = [a[order].astype(np.int32) for a in (oc, absolute, ky, kx)]
-    return Nonzeros(*fields, weight[oc, ic, ky, kx][order].astype(np.float32))
+    a, b, c, d = (index[order].astype(np.int32) for index in (oc, absolute, ky, kx))
+    return Nonzeros(a, b, c, d, weight[oc, ic, ky, kx][order].astype(np.float32))
 
 
 def flatten(geometry: Geometry) -> Geometry:
@@ -203,7 +203,9 @@ class Schedule:
     def chunk(self) -> int:
         """Elements that one load moves: 16 bytes where rows allow it."""
         widest = 4 if self.mode == "h2" else 16 // self.global_bytes
-        step = self.geometry.w if self.strips == 1 else int(np.gcd(self.geometry.w, self.strip * self.geometry.stride[1]))
+        step = (
+            self.geometry.w if self.strips == 1 else int(np.gcd(self.geometry.w, self.strip * self.geometry.stride[1]))
+        )
         return next(v for v in (8, 4, 2, 1) if v <= widest and step % v == 0)
 
     @property
@@ -321,17 +323,20 @@ class Schedule:
         sh, sw = self.geometry.stride
         row = image * self.image_rows + row * self.rows * sh
         words = (row * pitch + image * gap + col * sw * self.shared_bytes) // 4
-        total, warps = 0, 0
-        for first in range(0, len(words), 32):
-            banks = np.unique(words[first : first + 32]) % 32
-            total += int(np.bincount(banks).max())
-            warps += 1
-        return total / warps
+        count = len(words) // 32 * 32
+        lanes = np.sort(words[:count].reshape(-1, 32) if count else words[None], axis=1)
+        fresh = np.ones(lanes.shape, np.int64)  # lanes that read one word cost one access
+        fresh[:, 1:] = lanes[:, 1:] != lanes[:, :-1]
+        banks = np.zeros((len(lanes), 32), np.int64)
+        np.add.at(banks, (np.arange(len(lanes))[:, None], lanes % 32), fresh)
+        return float(banks.max(1).mean())
 
     @cached_property
     def load_wavefronts(self) -> float:
         """Mean shared-memory cycles of one load of a warp: 1 is free of bank conflicts."""
-        return self._wavefronts(np.arange(min(max(self.image_pixels, self.pixels), 4096)), self.pitch_bytes, self.gap_bytes)
+        return self._wavefronts(
+            np.arange(min(max(self.image_pixels, self.pixels), 4096)), self.pitch_bytes, self.gap_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -374,9 +379,11 @@ def cluster_channels(used: NDArray[np.bool_], members: Sequence[int], bins: int,
         if (room & (sizes == 0)).any():
             pick = int(np.flatnonzero(room & (sizes == 0))[0])
         elif fits.any():
-            pick = max(np.flatnonzero(fits), key=lambda b: (int(shared[b]) - load[b] / max(1.0, cap) * counts[i], -b))
+            pick = max(
+                np.flatnonzero(fits).tolist(), key=lambda b: (int(shared[b]) - load[b] / max(1.0, cap) * counts[i], -b)
+            )
         else:
-            pick = min(np.flatnonzero(room), key=lambda b: (load[b], b))
+            pick = min(np.flatnonzero(room).tolist(), key=lambda b: (load[b], b))
         groups[pick].append(members[i])
         union[pick] |= work[i]
         load[pick] += counts[i]

@@ -47,7 +47,9 @@ def check(case: Case, node: SparseConv, mode: str, arch: int) -> None:
     expected = epilogue.apply(node.epilogue, conv2d(x, weight, bias, node.geometry), added)
     size = conv2d(np.abs(x), np.abs(weight), None if bias is None else np.abs(bias), node.geometry)
     size += 0 if residual is None else np.abs(residual)
-    bad = ~(np.abs(y - expected) <= RELATIVE[mode] * np.maximum(1, np.log2(size.size)) * size + 2.0**-14 * (mode != "f32"))
+    bad = ~(
+        np.abs(y - expected) <= RELATIVE[mode] * np.maximum(1, np.log2(size.size)) * size + 2.0**-14 * (mode != "f32")
+    )
     assert not bad.any(), f"{bad.sum()} of {bad.size} wrong, first at {np.argwhere(bad)[0]}"
 
 
@@ -65,7 +67,9 @@ MODES = (("fp32", {}, "f32"), ("fp16", {"sums": 32}, "hf"), ("fp16", {}, "h2"), 
 
 
 @pytest.mark.parametrize(("precision", "more", "mode"), MODES, ids=["f32", "hf", "h2", "h2 rows"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: " ".join(f"{k}={v}" for k, v in config.items()) or "default")
+@pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: " ".join(f"{k}={v}" for k, v in config.items()) or "default"
+)
 @pytest.mark.parametrize("geometry", [SQUARE, ODD], ids=["9x8", "7x7"])
 def test_every_schedule_computes_the_convolution(
     geometry: Geometry, config: Config, precision: Precision, more: Config, mode: str
@@ -180,7 +184,10 @@ def test_channels_are_spread_evenly_and_by_the_columns_they_share() -> None:
     # Two families of channels with disjoint columns do not mix.
     family: NDArray[np.bool_] = np.zeros((16, 40), np.bool_)
     family[::2, :20], family[1::2, 20:] = True, True
-    assert {tuple(oc % 2 for oc in group) for group in cluster_channels(family, range(16), 2, 8)} == {(0,) * 8, (1,) * 8}
+    assert {tuple(oc % 2 for oc in group) for group in cluster_channels(family, range(16), 2, 8)} == {
+        (0,) * 8,
+        (1,) * 8,
+    }
 
 
 def test_pieces_hold_every_weight_once() -> None:
@@ -223,5 +230,13 @@ def test_supports_says_why_not() -> None:
 
 def test_a_flattened_convolution_says_so_in_its_header() -> None:
     g = Geometry(oc=4, ic=4, kh=1, kw=1, h=6, w=10)
-    text = module(flatten(g), nonzeros(pruned(g.weight_shape, 5, 0), g), None, Epilogue(), [Entry("k", Schedule(flatten(g), "f32"))], 90, "7.8")
+    text = module(
+        flatten(g),
+        nonzeros(pruned(g.weight_shape, 5, 0), g),
+        None,
+        Epilogue(),
+        [Entry("k", Schedule(flatten(g), "f32"))],
+        90,
+        "7.8",
+    )
     assert "// baked 1 ic=4 oc=4 kh=1 kw=1 stride=1,1 dilation=1,1 pads=0,0,0,0 h=1 w=60 group=1" in text

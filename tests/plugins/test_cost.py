@@ -20,7 +20,15 @@ BASE = Work(
 
 @pytest.mark.parametrize(
     ("field", "factor"),
-    [("blocks", 2), ("heaviest", 2), ("loads", 8), ("fill_bytes", 8), ("write_bytes", 4), ("pieces", 16), ("threads", 2)],
+    [
+        ("blocks", 2),
+        ("heaviest", 2),
+        ("loads", 8),
+        ("fill_bytes", 8),
+        ("write_bytes", 4),
+        ("pieces", 16),
+        ("threads", 2),
+    ],
 )
 def test_more_work_never_takes_less_time(field: str, factor: int) -> None:
     more = replace(BASE, **{field: int(getattr(BASE, field) * factor)})

@@ -1,0 +1,95 @@
+"""Schedules that won on a device: what the cost model, right within a fifth on average, cannot tell apart.
+
+A row holds for one shape, dtype and range of batches, between 4 and 20 % nonzeros; its time was measured at 10 %, fp16 with
+half2 sums. Measured by scripts/bench_kernels.py (scripts/lab/NOTES.md).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sparsedeploy.layer import Geometry, Precision
+from sparsedeploy.plugins.kernel import Config
+
+LEAST_DENSITY, MOST_DENSITY = 0.04, 0.20
+MEASURED_DENSITY = 0.10
+
+
+class Winner(NamedTuple):
+    """The best schedule found for a 3x3 convolution of stride 1 and pads 1 on an H200."""
+
+    oc: int
+    ic: int
+    side: int
+    precision: Precision
+    batches: tuple[int, int]
+    config: Config
+    us: float
+    """At the larger end of `batches` for 32, at 1 else."""
+
+
+_FEW, _MANY = (1, 2), (16, 64)
+H200: tuple[Winner, ...] = (
+    Winner(64, 64, 56, "fp32", _FEW, {"channels": 32, "splits": 4, "combine": 1, "pixels": 224, "stage_channels": 16, "ring": 2}, 4.30),
+    Winner(64, 64, 56, "fp32", _MANY, {"channels": 64, "pixels": 384, "min_blocks": 2, "dependent": 1}, 22.9),
+    Winner(
+        128, 128, 28, "fp32", _FEW,
+        {"channels": 32, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 196, "stage_channels": 16, "ring": 2}, 5.35,
+    ),
+    Winner(
+        128, 128, 28, "fp32", _MANY,
+        {"channels": 64, "splits": 2, "combine": 1, "pieces_first": 1, "pixels": 768, "dependent": 1}, 24.7,
+    ),
+    Winner(
+        256, 256, 14, "fp32", _FEW,
+        {"channels": 32, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 196, "stage_channels": 32, "ring": 2}, 7.6,
+    ),
+    Winner(256, 256, 14, "fp32", _MANY, {"channels": 32, "splits": 2, "combine": 1, "pixels": 784, "dependent": 1}, 30.6),
+    Winner(
+        512, 512, 7, "fp32", _FEW,
+        {"channels": 32, "splits": 8, "combine": 1, "pixels": 49, "stage_channels": 32}, 23.0,
+    ),
+    Winner(
+        512, 512, 7, "fp32", _MANY,
+        {
+            "channels": 35, "splits": 4, "combine": 1, "mates": 2, "pieces_first": 1, "pixels": 784, "stage_channels": 2,
+            "dependent": 1,
+        }, 40.2,
+    ),
+    Winner(
+        64, 64, 56, "fp16", _FEW,
+        {"channels": 32, "splits": 4, "combine": 1, "pixels": 224, "stage_channels": 16, "pair_rows": 1}, 4.03,
+    ),
+    Winner(64, 64, 56, "fp16", _MANY, {"channels": 64, "pixels": 192, "min_blocks": 2, "stage_channels": 8, "dependent": 1}, 12.3),
+    Winner(
+        128, 128, 28, "fp16", _FEW,
+        {
+            "channels": 32, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 196, "stage_channels": 16, "ring": 2,
+            "pair_rows": 1,
+        }, 5.14,
+    ),
+    Winner(128, 128, 28, "fp16", _MANY, {"channels": 22, "pixels": 640, "stage_channels": 8, "dependent": 1}, 22.1),
+    Winner(
+        256, 256, 14, "fp16", _MANY,
+        {"channels": 43, "splits": 4, "combine": 1, "pieces_first": 1, "pixels": 640, "stage_channels": 8, "dependent": 1}, 24.0,
+    ),
+    Winner(
+        64, 32, 256, "fp32", _MANY,
+        {"channels": 64, "pixels": 256, "columns": 32, "min_blocks": 3, "ring": 6, "dependent": 1}, 240.0,
+    ),
+    Winner(
+        64, 32, 256, "fp16", _MANY,
+        {"channels": 64, "pixels": 320, "columns": 32, "min_blocks": 2, "stage_channels": 8, "dependent": 1}, 197.0,
+    ),
+)  # fmt: skip
+
+
+def winner(geometry: Geometry, precision: Precision, batch: int, density: float) -> Winner | None:
+    """The row for this layer at this batch, or None."""
+    if not LEAST_DENSITY <= density <= MOST_DENSITY:
+        return None
+    for row in H200:
+        shape = Geometry(oc=row.oc, ic=row.ic, kh=3, kw=3, h=row.side, w=row.side, pads=(1, 1, 1, 1))
+        if geometry == shape and precision == row.precision and row.batches[0] <= batch <= row.batches[1]:
+            return row
+    return None
