@@ -31,6 +31,8 @@ NVRTC_WHEEL = "nvidia-cuda-nvrtc-cu12"
 PINNED = "12.9.86"
 """The last line of both that knows sm_53; pyproject pins the same."""
 CACHE_VARIABLE = "SPARSEDEPLOY_CACHE"
+_CACHE_FORMAT = 2
+"""Raised whenever this module makes something else of the same input."""
 
 PTX_VERSIONS: dict[int, str] = {
     53: "6.4", 60: "6.4", 61: "6.4", 62: "6.4", 70: "6.4", 72: "6.4", 75: "6.4",
@@ -154,11 +156,13 @@ def ptx_version(arch: int) -> str:
 def relabel(ptx: bytes, version: str) -> bytes:
     """The same PTX declaring another ISA version: an older driver then reads it. Assemble the result to prove it.
 
-    Raises ValueError unless the text has exactly one `.version` line.
+    NVRTC's `.pragma "used_bytes_mask"`, a hint that ISA 8.3 brought, is left out below that. Raises ValueError unless the text has exactly one `.version` line.
     """
     text, count = re.subn(rb"(?m)^\.version[ \t]+\d+\.\d+[ \t]*$", b".version " + version.encode("ascii"), ptx)
     if count != 1:
         raise ValueError(f"PTX has {count} .version lines, needed one")
+    if tuple(int(part) for part in version.split(".")) < (8, 3):
+        text = re.sub(rb'(?m)^[ \t]*\.pragma[ \t]+"used_bytes_mask[^"]*";[ \t]*\n', b"", text)
     return text
 
 
@@ -232,7 +236,7 @@ def compile_cuda(
     """Compile CUDA C++ for compute capability `arch`/10: PTX by NVRTC, and for "cubin" ptxas after it.
 
     The PTX declares the oldest ISA version that knows the architecture (`ptx_version`). NVRTC writes its own, newest
-    one; that the older label is enough is proved by the tests, which assemble it. Raises AssembleError, MachineError.
+    one; that the older label is enough is proved by assembling it. Raises AssembleError, MachineError.
     """
     flags = [f"--gpu-architecture=compute_{arch}", "--std=c++17", *options]
     key = _key("ptx", nvrtc_version(), [*flags, name, ptx_version(arch)], source.encode())
@@ -243,9 +247,9 @@ def compile_cuda(
         ptx = relabel(ptx, ptx_version(arch))
         entry = _write_entry(key, ptx, time.perf_counter() - started, log)
     ptx, seconds, log = entry
+    assembled = assemble(ptx, arch)
     if kind == "ptx":
         return Compiled(ptx, seconds, log, {})
-    assembled = assemble(ptx, arch)
     return Compiled(assembled.cubin, seconds + assembled.seconds, log + assembled.log, assembled.usage)
 
 
@@ -285,7 +289,7 @@ def _check_nvrtc(status: int) -> None:
 
 
 def _key(kind: str, version: str, flags: Sequence[str], content: bytes) -> str:
-    head = json.dumps([kind, version, *flags]).encode()
+    head = json.dumps([_CACHE_FORMAT, kind, version, *flags]).encode()
     return hashlib.sha256(head + b"\0" + content).hexdigest()
 
 

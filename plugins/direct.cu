@@ -55,10 +55,8 @@ DEVICE void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "me
 #endif
 
 #if SPLITS > 1
-DEVICE void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-}
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 DEVICE void store_remote(void* mine, u32 rank, u32 value) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(mine)), "r"(rank));
@@ -141,91 +139,90 @@ struct Place { int image, row, col, out_h, out_w; };           // first image, o
 // What stands at column c of a tile's row: columns of one remainder by the stride lie together, so that lanes meet no bank twice.
 DEVICE int column_place(int c) { return SW == 1 ? c : c % SW * ((IN_COLS + SW - 1) / SW) + c / SW; }
 
-#define LINES(count) ((count) * (IMAGES * IN_ROWS))             // rows of the tile, all channels and images
-
-// Rows of the tile are dealt to groups of lanes; a lane moves V neighbouring columns at a time.
-template <int V> struct Lanes {
+// A thread keeps its place in the tile's rows and goes through the channels, PHASES of them side by side where the rows of one
+// channel leave threads over: one copy then costs little more than itself.
+template <int V> struct Places {
   enum {
-    chunks = (SHIFT + IN_COLS + V - 1) / V,
-    row = chunks > 16 ? 32 : chunks > 8 ? 16 : chunks > 4 ? 8 : chunks > 2 ? 4 : 2,
-    step = THREADS / row
+    chunks = V > 1 ? (SHIFT + IN_COLS + V - 1) / V : IN_COLS,
+    count = IMAGES * IN_ROWS * chunks,
+    phases = count < THREADS ? THREADS / count : 1,
+    step = count < THREADS ? count : THREADS
   };
 };
+struct From { const element* at; size_t step; bool valid; };   // the first channel's element; from channel to channel
 
-DEVICE int line_place(int line) {                              // words from the tile's start
-  return line / (IMAGES * IN_ROWS) * PLANE + line / IN_ROWS % IMAGES * IMAGE + line % IN_ROWS * PITCH;
+DEVICE From source(const element* x, int image, int ic, int row, int col, int n, int h, int w) {
+  From f;
+  f.valid = image < n && row >= 0 && row < h && col >= 0 && col < w;
+  f.at = f.valid ? x + (((size_t)image * IC + ic) * h + row) * w + col : x;
+  f.step = f.valid ? (size_t)h * w : 0;
+  return f;
 }
 
 #if HALF
 #define BATCH 4
-// V elements of one row from column `col`; zero where the row or the column is outside. V > 1 needs rows of whole chunks.
-template <int V> DEVICE void load_row(u32* out, const element* x, int image, int ic, int row, int col, int n, int h, int w) {
-  const bool valid = image < n && row >= 0 && row < h && col >= 0 && col < w;
-  const element* from = x + (((size_t)image * IC + ic) * h + row) * w + col;
+template <int V> DEVICE void load_chunk(u32* out, const From& f, int c, bool wanted) {
+  const element* at = f.at + c * f.step;
 #pragma unroll
-  for (int k = 0; k < (V + 1) / 2; ++k) out[k] = !valid ? 0u : V == 1 ? (u32)load_u16(from) : load_u32(from + 2 * k);
+  for (int k = 0; k < (V + 1) / 2; ++k) out[k] = !(f.valid && wanted) ? 0u : V == 1 ? (u32)load_u16(at) : load_u32(at + 2 * k);
 }
-
-template <int V> DEVICE void fill_lines(u32* tile, const element* x, Place at, int first_channel, int count, int n, int h, int w, int half, int tid) {
-  typedef Lanes<V> L;
-  const int top = at.row * SH - PT, left = at.col * SW - PL - (V > 1 ? SHIFT : 0), lines = LINES(count);
-  for (int q = tid % L::row; q < (V > 1 ? L::chunks : IN_COLS); q += L::row) {
-    for (int first = tid / L::row; first < lines; first += BATCH * L::step) {
-      u32 low[BATCH][(V + 1) / 2], high[BATCH][(V + 1) / 2];
-#pragma unroll
-      for (int b = 0; b < BATCH; ++b) {                        // all loads of a batch are in flight together
-        const int line = first + b * L::step, r = top + line % IN_ROWS, ic = first_channel + line / (IMAGES * IN_ROWS);
-        const int image = (at.image + line / IN_ROWS % IMAGES) * (PAIR_IMAGES ? 2 : 1), col = left + q * V, last = line < lines ? n : 0;
-        load_row<V>(low[b], x, image, ic, r, col, last, h, w);
-#if PAIRS
-        load_row<V>(high[b], x, image + PAIR_IMAGES, ic, PAIR_IMAGES ? r : r + half * SH, col, last, h, w);
 #endif
+
+template <int V> DEVICE void fill_places(u32* tile, const element* x, Place at, int first_channel, int count, int n, int h, int w, int half, int tid) {
+  typedef Places<V> P;
+  const int top = at.row * SH - PT, left = at.col * SW - PL - (V > 1 ? SHIFT : 0);
+  const int phase = tid / P::step;
+  if (phase >= P::phases) return;
+  for (int p = tid % P::step; p < P::count; p += P::step) {
+    const int q = p % P::chunks, line = p / P::chunks, r = line % IN_ROWS, i = line / IN_ROWS;
+    u32* to = tile + i * IMAGE + r * PITCH + (V > 1 ? q * V : SHIFT + column_place(q));
+    const int col = left + q * V;
+#if HALF
+    const int image = (at.image + i) * (PAIR_IMAGES ? 2 : 1);
+    const From low = source(x, image, first_channel, top + r, col, n, h, w);
+    // A word holds two pixels: images 2i and 2i + 1, or rows y and y + half of one image, low half first.
+    const From high = source(x, image + PAIR_IMAGES, first_channel, PAIR_IMAGES ? top + r : top + r + half * SH, col, PAIRS ? n : 0, h, w);
+    for (int first = phase; first < count; first += BATCH * P::phases) {
+      u32 a[BATCH][(V + 1) / 2], b[BATCH][(V + 1) / 2];
+#pragma unroll
+      for (int k = 0; k < BATCH; ++k) {                        // all loads of a batch are in flight together
+        load_chunk<V>(a[k], low, first + k * P::phases, first + k * P::phases < count);
+        load_chunk<V>(b[k], high, first + k * P::phases, first + k * P::phases < count);
       }
 #pragma unroll
-      for (int b = 0; b < BATCH; ++b) {
-        const int line = first + b * L::step;
-        if (line >= lines) break;
-        u32* to = tile + line_place(line) + (V > 1 ? q * V : SHIFT + column_place(q));
+      for (int k = 0; k < BATCH; ++k) {
+        const int c = first + k * P::phases;
+        if (c >= count) break;
 #pragma unroll
-        for (int k = 0; k < (V + 1) / 2; ++k) {
-#if PAIRS
-          const u32 even = (low[b][k] & 0xffffu) | high[b][k] << 16, odd = low[b][k] >> 16 | (high[b][k] & 0xffff0000u);
-#else
-          const u32 even = float_bits(half_to_float((u16)(low[b][k] & 0xffffu))), odd = float_bits(half_to_float((u16)(low[b][k] >> 16)));
-#endif
-          if (V == 1) *to = even; else *(uint2*)(to + 2 * k) = make_uint2(even, odd);
+        for (int m = 0; m < (V + 1) / 2; ++m) {
+          const u32 even = PAIRS ? (a[k][m] & 0xffffu) | b[k][m] << 16 : float_bits(half_to_float((u16)(a[k][m] & 0xffffu)));
+          const u32 odd = PAIRS ? a[k][m] >> 16 | (b[k][m] & 0xffff0000u) : float_bits(half_to_float((u16)(a[k][m] >> 16)));
+          if (V == 1) to[c * PLANE] = even; else *(uint2*)(to + c * PLANE + 2 * m) = make_uint2(even, odd);
         }
       }
     }
-  }
-}
 #else
-template <int V> DEVICE void fill_lines(u32* tile, const element* x, Place at, int first_channel, int count, int n, int h, int w, int half, int tid) {
-  typedef Lanes<V> L;
-  const int top = at.row * SH - PT, left = at.col * SW - PL - (V > 1 ? SHIFT : 0), lines = LINES(count);
-  for (int line = tid / L::row; line < lines; line += L::step) {
-    const int r = top + line % IN_ROWS, image = at.image + line / IN_ROWS % IMAGES;
-    const bool inside = image < n && r >= 0 && r < h;
-    const element* from = x + (((size_t)image * IC + first_channel + line / (IMAGES * IN_ROWS)) * h + r) * w;
-    for (int q = tid % L::row; q < (V > 1 ? L::chunks : IN_COLS); q += L::row) {
-      const int col = left + q * V;
-      const bool valid = inside && col >= 0 && col < w;
-      u32* to = tile + line_place(line) + (V > 1 ? q * V : SHIFT + column_place(q));
-      const element* source = valid ? from + col : x;
-      if (V == 4) copy_16(to, source, valid); else if (V == 2) copy_8(to, source, valid); else copy_4(to, source, valid);
+    const From from = source(x, at.image + i, first_channel, top + r, col, n, h, w);
+    const element* element_at = from.at + phase * from.step;
+    u32* word = to + phase * PLANE;
+#pragma unroll 4
+    for (int c = phase; c < count; c += P::phases) {
+      if (V == 4) copy_16(word, element_at, from.valid); else if (V == 2) copy_8(word, element_at, from.valid); else copy_4(word, element_at, from.valid);
+      element_at += P::phases * from.step;
+      word += P::phases * PLANE;
     }
+#endif
   }
 }
-#endif
 
 DEVICE void fill(u32* tile, const element* x, Place at, int first_channel, int count, int n, int h, int w, int half, int tid) {
 #if VECTOR > 1
   if (w % VECTOR == 0) {                                       // a chunk is then inside or outside as a whole
-    fill_lines<VECTOR>(tile, x, at, first_channel, count, n, h, w, half, tid);
+    fill_places<VECTOR>(tile, x, at, first_channel, count, n, h, w, half, tid);
     return;
   }
 #endif
-  fill_lines<1>(tile, x, at, first_channel, count, n, h, w, half, tid);
+  fill_places<1>(tile, x, at, first_channel, count, n, h, w, half, tid);
 }
 
 struct Fetched { u32 place[SLOTS][ROUNDS]; u32 value[SLOTS][ROUNDS]; };
@@ -383,6 +380,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
   // Weights are nobody's output: with overlap they are ready before the kernel ahead has ended, else they arrive beside the input.
   Fetched fetched;
   u32* taps = buffers + STAGE * PLANE + set * (SLOTS * CAPACITY * 2);
+#if SPLITS > 1
+  cluster_arrive();                                    // waited for ahead of the first store to another block
+#endif
   next_kernel_may_start();
   __syncthreads();
   fetch(&fetched, mine, 0, words, values, t);
@@ -426,8 +426,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
 
 #if SPLITS > 1
   // Each sum goes to the block that owns its slot: [source rank][slot of the share][row][thread].
-  u32* received = buffers;
-  cluster_barrier();                                           // nobody reads a tile any more
+  u32* received = buffers + (STAGES > 1 ? 2 : 1) * BUFFER_WORDS;
+  cluster_wait();                                              // every block of the cluster runs
 #pragma unroll
   for (int s = 0; s < SLOTS; ++s) {
     const int slot = mine[s * SLOT_INTS];
@@ -438,7 +438,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
       store_remote(to, owner, SUM_BITS(sums[s][j]));
     }
   }
-  cluster_barrier();
+  cluster_arrive();
+  cluster_wait();
   const int owned = ALL_SLOTS - rank * SHARE < SHARE ? ALL_SLOTS - rank * SHARE : SHARE;
   const int* ocs = record + 2 * CHUNKS + SPLITS * ALL_SLOTS * SLOT_INTS + rank * SHARE;
   for (int e = tid; e < owned * (ROWS * SET_THREADS); e += THREADS) {

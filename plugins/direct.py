@@ -24,7 +24,7 @@ from sparsedeploy.layer import ELEMENT_BYTES, ConvLayer, Epilogue, Geometry, Pre
 from sparsedeploy.plugins.assemble import assemble, compile_cuda
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Prediction
 from sparsedeploy.plugins.launch import Arg, Expr, Launch, Plan, Variant, const, var
-from sparsedeploy.plugins.node import Image
+from sparsedeploy.plugins.node import Image, SparseConv
 
 Format = Literal["packed", "csr"]
 Longs = NDArray[np.int64]
@@ -178,14 +178,14 @@ class Tiling:
         return result
 
     def shared_bytes(self, stages: int, capacity: int) -> int:
-        """Dynamic shared memory: the stages' buffers, or what a block receives of its cluster."""
+        """Dynamic shared memory: a rank's table, the stages' buffers, what a block receives of its cluster."""
         _, image = self.layout()
         buffer = self.stage * self.images * image + self.channels * capacity * 2
         received = (
             self.splits * -(-self.channels // self.splits) * self.rows * self.warps * 32 if self.splits > 1 else 0
         )
         table = -(-(2 * stages + self.channels * (2 + 3 * stages)) // 4) * 4
-        return 4 * (table + max(buffer * min(stages, 2), received))
+        return 4 * (table + buffer * min(stages, 2) + received)
 
 
 @lru_cache(maxsize=4096)
@@ -360,7 +360,7 @@ def estimate(tiling: Tiling, nnz: int, n: int, device: Device, precision: Precis
     fill_words = g.ic * t.images * t.in_rows * t.in_cols * blocks_of_channels / g.group
     element = 4 if precision == "fp32" else 2
     fill = t.tile_count(n) * fill_words * element * (2 if t.pairs != "none" else 1) / (1.3 * device.bandwidth_gbs) / 1e3
-    moves = taps * 16 + t.stage * stages * t.images * t.in_rows * t.in_cols / t.vector * 20
+    moves = taps * 16 + t.stage * stages * t.images * t.in_rows * t.in_cols / t.vector * 6
     issue = per_sm * moves / 32 / 2 / clock_ghz / 1e3
     waiting = -(-per_sm // resident) * (_START_US + _STAGE_US * stages + (_CLUSTER_US if t.splits > 1 else 0.0))
     worst = max(compute, fill)
@@ -459,18 +459,33 @@ def _pixel_shapes(g: Geometry, rows_out: int, batch: int) -> list[tuple[int, int
     return [shape for _, shape in found[:10]]
 
 
+def ranked(
+    geometry: Geometry, nnz: int, device: Device, n: int, precision: Precision, clusters: bool
+) -> list[tuple[Tiling, Estimate]]:
+    """All tilings, least predicted time first; raises ValueError when none fits the device."""
+    made = [(t, estimate(t, nnz, n, device, precision)) for t in candidates(geometry, device, n, precision, clusters)]
+    if not made:
+        raise ValueError(f"no tiling of {geometry} fits {device.shared_kb_per_block} KB of shared memory")
+    return sorted(made, key=lambda item: item[1].us)
+
+
 def choose(
     geometry: Geometry, nnz: int, device: Device, n: int, precision: Precision, clusters: bool
 ) -> tuple[Tiling, Estimate]:
     """The tiling with the least predicted time."""
-    best: tuple[float, int, Tiling, Estimate] | None = None
-    for number, tiling in enumerate(candidates(geometry, device, n, precision, clusters)):
-        guess = estimate(tiling, nnz, n, device, precision)
-        if best is None or (guess.us, number) < best[:2]:
-            best = (guess.us, number, tiling, guess)
-    if best is None:
-        raise ValueError(f"no tiling of {geometry} fits {device.shared_kb_per_block} KB of shared memory")
-    return best[2], best[3]
+    return ranked(geometry, nnz, device, n, precision, clusters)[0]
+
+
+def _fitting(node: SparseConv, fmt: Format, nonzeros: Nonzeros, device: Device, options: BuildOptions) -> Tiling:
+    """The first tiling by predicted time whose real shared memory fits: the fullest slot is known only with the weights."""
+    clusters = min(options.archs) >= _CLUSTER_SM
+    tilings = ranked(node.geometry, len(nonzeros.oc), device, options.batch, options.precision, clusters)
+    for tiling, _ in tilings:
+        _, stages, capacity = make_table(tiling, fmt, nonzeros)
+        if tiling.shared_bytes(stages, capacity) <= device.shared_kb_per_block * 1024:
+            return tiling
+    # Nothing fits as ranked: the smallest stages of all.
+    return min((tiling for tiling, _ in tilings), key=lambda t: t.shared_bytes(*make_table(t, fmt, nonzeros)[1:]))
 
 
 def with_code(
@@ -484,9 +499,7 @@ def with_code(
     if not options.archs:
         return built
     node = built.node
-    if tiling is None:
-        clusters = min(options.archs) >= _CLUSTER_SM
-        tiling, _ = choose(node.geometry, len(nonzeros.oc), device, options.batch, options.precision, clusters)
+    tiling = tiling or _fitting(node, fmt, nonzeros, device, options)
     table, stages, capacity = make_table(tiling, fmt, nonzeros)
     text = source(tiling, fmt, node.epilogue, options.precision, stages, capacity)
     images: list[Image] = []
