@@ -582,3 +582,103 @@ def test_zeros_of_the_cases(name: str) -> None:
     assert weight is not None
     assert weight.shape == (64, 32, 3, 3)
     assert round(100 * float(np.mean(weight == 0)), 1) == 90.4
+
+
+# --- an Add that is a bias
+
+
+def add(operand: str, value: str = "c", output: str = "y") -> NodeProto:
+    return helper.make_node("Add", [value, operand], [output], f"add_{output}")
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1, 1)])
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("opset", "ir_version"), [(11, 3), (13, 8)])
+def test_constant_add_becomes_the_bias(
+    tmp_path: Path, shape: tuple[int, ...], swap: bool, opset: int, ir_version: int
+) -> None:
+    """As Paddle writes it: Reshape(Constant, Constant)."""
+    node = add("r")
+    if swap:
+        node.input[:] = ["r", "c"]
+    nodes = [
+        constant("b", BIAS),
+        constant("s", np.array(shape)),
+        helper.make_node("Reshape", ["b", "s"], ["r"]),
+        conv(output="c"),
+        node,
+    ]
+    path = write(tmp_path, nodes, {"w": WEIGHT}, opset=opset, ir_version=ir_version)
+    model = load(path)
+    fold_constants(model)
+    assert op_types(model) == ["Conv"]
+    (only,) = model.proto.graph.node
+    assert list(only.output) == ["y"]
+    assert np.array_equal(stored(model, only.input[2]), BIAS)
+    assert "constant Add made the bias of 1 convolution" in model.notes
+    assert_same(path, model, tmp_path)
+
+
+def test_one_constant_behind_two_convolutions(tmp_path: Path) -> None:
+    nodes = [conv(output="c"), add("r"), conv(output="d", name="conv2"), add("r", "d", "z")]
+    path = write(tmp_path, nodes, {"w": WEIGHT, "r": BIAS.reshape(8, 1, 1)}, outputs=("y", "z"))
+    model = load(path)
+    fold_constants(model)
+    assert op_types(model) == ["Conv", "Conv"]
+    assert "r" not in model.graph.initializers
+    assert_same(path, model, tmp_path)
+
+
+def test_constant_that_something_else_reads_stays_for_it(tmp_path: Path) -> None:
+    nodes = [conv(output="c"), add("r"), helper.make_node("Mul", ["y", "r"], ["z"])]
+    path = write(tmp_path, nodes, {"w": WEIGHT, "r": BIAS.reshape(1, 8, 1, 1)}, outputs=("z",))
+    model = load(path)
+    fold_constants(model)
+    assert op_types(model) == ["Conv", "Mul"]
+    assert_same(path, model, tmp_path)
+
+
+SQUARE = RNG.standard_normal((1, 8, 6, 6)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "constants", "outputs"),
+    [
+        # One value for all, one per row, one per pixel: no bias.
+        ([conv(output="c"), add("r")], {"r": np.float32(3)}, ("y",)),
+        ([conv(output="c"), add("r")], {"r": BIAS[:6].reshape(6, 1)}, ("y",)),
+        ([conv(output="c"), add("r")], {"r": SQUARE}, ("y",)),
+        # It would widen the output to two images.
+        ([conv(output="c"), add("r")], {"r": np.stack([BIAS, BIAS]).reshape(2, 8, 1, 1)}, ("y",)),
+        # Five dimensions make the output one more.
+        ([conv(output="c"), add("r")], {"r": BIAS.reshape(1, 1, 8, 1, 1)}, ("y",)),
+        # The convolution has a bias, or its own output is wanted elsewhere.
+        ([conv(bias="b", output="c"), add("r")], {"b": BIAS, "r": BIAS.reshape(8, 1, 1)}, ("y",)),
+        ([conv(output="c"), add("r")], {"r": BIAS.reshape(8, 1, 1)}, ("y", "c")),
+        (
+            [conv(output="c"), add("r"), helper.make_node("Relu", ["c"], ["z"])],
+            {"r": BIAS.reshape(8, 1, 1)},
+            ("y", "z"),
+        ),
+        # Doubled, or subtracted from.
+        ([conv(output="c"), add("c")], {}, ("y",)),
+        ([conv(output="c"), helper.make_node("Sub", ["c", "r"], ["y"])], {"r": BIAS.reshape(8, 1, 1)}, ("y",)),
+    ],
+)
+def test_sums_that_are_no_bias_stay(
+    tmp_path: Path, nodes: list[NodeProto], constants: dict[str, Array], outputs: tuple[str, ...]
+) -> None:
+    path = write(tmp_path, nodes, {"w": WEIGHT, **constants}, outputs=outputs)
+    model = load(path)
+    before = op_types(model)
+    fold_constants(model)
+    assert op_types(model) == before
+    assert not any("Add" in note for note in model.notes)
+    assert_same(path, model, tmp_path)
+
+
+def test_infinite_constant_is_no_bias(tmp_path: Path) -> None:
+    endless = np.where(np.arange(8) == 3, np.float32(np.inf), BIAS).reshape(8, 1, 1)
+    model = load(write(tmp_path, [conv(output="c"), add("r")], {"w": WEIGHT, "r": endless}))
+    fold_constants(model)
+    assert op_types(model) == ["Conv", "Add"]
