@@ -259,6 +259,14 @@ def test_enqueue_only_launches(built: Built, tmp_path: Path) -> None:
     assert not answers.called("unwanted")
 
 
+def test_the_launchers_own_time_is_small(built: Built, tmp_path: Path) -> None:
+    """The bound is 5 us a layer on the host; a driver that does nothing leaves the launcher's own share."""
+    node = replace(NODE, plan=(replace(NODE.plan[0], ops=(LAUNCH,)), NODE.plan[2]))
+    commands = [TENSORS, f"create {node_file(tmp_path / 'node', node)}", "attach 0", *["time 1 fp32 4 20000"] * 5]
+    answers = built.run(tmp_path, commands, FAKE_CUDA_LOG=None)
+    assert min(answer["ns"] for answer in answers.said[-5:]) < 5000
+
+
 def test_entries_are_configured_when_attached(built: Built, tmp_path: Path) -> None:
     wide = replace(LAUNCH, cluster=16, shared_bytes=60_000)
     node = replace(NODE, plan=(Variant("fp32", (LAUNCH, wide, LAST), const(64)),))

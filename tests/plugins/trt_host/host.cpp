@@ -3,10 +3,11 @@
 //   tensors N,3,6,5;N,4,6,5;7|N,4,6,5      shapes of inputs | outputs; N is the batch that a command names
 //   create FILE | fields | restore FILE | clone I | destroy I | save I FILE | attach I | detach I
 //   shape I N | formats I | types I TYPE | configure I TYPE MIN MAX | workspace I TYPE MAX | change I TYPE N
-//   enqueue I TYPE N STREAM | threads I,I TYPE N RUNS | context C | loaded | leave
+//   enqueue I TYPE N STREAM | time I TYPE N RUNS | threads I,I TYPE N RUNS | context C | loaded | leave
 #include <dlfcn.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
@@ -514,6 +515,7 @@ std::string answer(std::istringstream& words) {
     if (command == "formats") return formatsCommand(plugin);
     words >> type >> n;
     floatType = typeOf(type);
+    if (command == "use") return "{}";  // that type from here on
     if (command == "types") {
         std::vector<DataType> inputs;
         for (PluginTensorDesc const& tensor : descs(1)) inputs.push_back(tensor.type);
@@ -525,6 +527,15 @@ std::string answer(std::istringstream& words) {
         return "{\"status\": " + std::to_string(status) + "}";
     }
     if (command == "workspace") return "{\"bytes\": " + std::to_string(workspace(plugin, n)) + "}";
+    if (command == "time") {
+        int64_t runs = 0;
+        words >> runs;
+        Call const call(n);
+        auto const start = std::chrono::steady_clock::now();
+        for (int64_t i = 0; i < runs; ++i) call.run(plugin, 1);
+        std::chrono::duration<double, std::nano> const spent = std::chrono::steady_clock::now() - start;
+        return "{\"ns\": " + std::to_string(spent.count() / static_cast<double>(runs)) + "}";
+    }
     if (command == "change") return "{\"status\": " + std::to_string(change(plugin, n)) + "}";
     if (command == "enqueue") {
         words >> stream;
@@ -539,12 +550,56 @@ std::string answer(std::istringstream& words) {
 
 }  // namespace
 
-int main(int, char** arguments) {
-    pluginLibrary = dlopen(arguments[1], RTLD_NOW);
-    if (!pluginLibrary) {
-        std::fprintf(stderr, "%s\n", dlerror());
-        return 1;
+// -- as a shared library, for tests on a GPU: there addresses, context and streams are the caller's
+
+#define API extern "C" __attribute__((visibility("default")))
+
+API int hostOpen(char const* path) {
+    pluginLibrary = dlopen(path, RTLD_NOW);
+    if (!pluginLibrary) std::fprintf(stderr, "%s\n", dlerror());
+    return pluginLibrary ? 0 : 1;
+}
+API char const* hostAnswer(char const* line) {
+    static std::string said;
+    std::istringstream words(line);
+    said = answer(words);
+    return said.c_str();
+}
+
+struct Place {
+    void const* const* inputs;
+    void* output;
+    void* workspace;
+    void* stream;
+};
+/// `runs` times; the number of refusals.
+API int hostEnqueue(int id, int64_t n, Place const* place, int runs) {
+    std::vector<PluginTensorDesc> const all = descs(n, true);
+    int failures = 0;
+    for (int i = 0; i < runs; ++i) {
+        failures +=
+            enqueue(plugins.at(static_cast<std::size_t>(id)), all.data(), all.data() + tensors.inputs.size(),
+                    place->inputs, &place->output, place->workspace, static_cast<cudaStream_t>(place->stream)) != 0;
     }
+    return failures;
+}
+/// Several objects at once, one thread each, every one with its own place and the caller's context.
+API int hostThreads(int const* ids, int64_t n, Place const* places, int count, int runs, int (*setContext)(void*),
+                    void* context) {
+    std::vector<std::thread> threads;
+    std::atomic<int> failures{0};
+    for (int i = 0; i < count; ++i) {
+        threads.emplace_back([=, &failures] {
+            setContext(context);
+            failures += hostEnqueue(ids[i], n, places + i, runs);
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return failures.load();
+}
+
+int main(int, char** arguments) {
+    if (hostOpen(arguments[1]) != 0) return 1;
     setContext(reinterpret_cast<void*>(0x77));
     for (std::string line; std::getline(std::cin, line);) {
         std::istringstream words(line);
