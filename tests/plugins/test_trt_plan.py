@@ -8,7 +8,7 @@ import subprocess
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from sparsedeploy.layer import Epilogue, Geometry
 from sparsedeploy.plugins.launch import (
     VARIABLES,
     Arg,
+    ArgKind,
     Expr,
     Launch,
     Memset,
@@ -30,7 +31,16 @@ from sparsedeploy.plugins.launch import (
     encode,
     var,
 )
-from sparsedeploy.plugins.node import FieldValue, Image, SparseConv
+from sparsedeploy.plugins.node import (
+    ABI_VERSION,
+    ACTIVATIONS,
+    PRECISIONS,
+    RESIDUALS,
+    FieldValue,
+    Image,
+    ImageKind,
+    SparseConv,
+)
 
 SIZES = {"N": 3, "H": 56, "W": 20, "OH": 28, "OW": 7}
 KINDS = ("input", "output", "residual", "constant", "workspace", "N", "H", "W")
@@ -143,17 +153,17 @@ def test_damaged_plans_are_refused_as_in_python(dump: Path) -> None:
     rng = random.Random(5)
     damaged: list[tuple[int, ...]] = [(), (-1,), (2**31 - 1,), (0, 0), (1, 2, 1, 0, 2, 0, 0, 0)]
     while len(damaged) < 3000:
-        words = list(encode(random_plan(rng)))
+        code = list(encode(random_plan(rng)))
         for _ in range(rng.randint(1, 2)):
-            at = rng.randrange(len(words) + 1)
+            at = rng.randrange(len(code) + 1)
             change = rng.random()
-            if change < 0.3 and at < len(words):
-                del words[at]
+            if change < 0.3 and at < len(code):
+                del code[at]
             elif change < 0.5:
-                words.insert(at, rng.randint(-2, 9))
-            elif at < len(words):
-                words[at] = rng.choice((-(2**31), -1, 0, 1, 2, 8, 9, 300, 2**31 - 1))
-        damaged.append(tuple(words))
+                code.insert(at, rng.randint(-2, 9))
+            elif at < len(code):
+                code[at] = rng.choice((-(2**31), -1, 0, 1, 2, 8, 9, 300, 2**31 - 1))
+        damaged.append(tuple(code))
     answers = ask(dump, [plan_line(words, SIZES) for words in damaged])
     refusals = [refusal(words) for words in damaged]
     for words, answer, error in zip(damaged, answers, refusals, strict=True):
@@ -250,6 +260,31 @@ def test_node_reads_back(dump: Path, tmp_path: Path) -> None:
 def launching(**changes: Any) -> tuple[int, ...]:
     op = replace(Launch("conv", (const(1),) * 3, (64, 1, 1), ()), **changes)
     return encode((Variant("fp16", (op,)),))
+
+
+def test_codes_are_those_of_python(dump: Path, tmp_path: Path) -> None:
+    """Every choice that node.py knows is read, the next code is refused."""
+    epilogues = [(0, len(ACTIVATIONS), 0, 0, 0, 0), (0, 0, len(RESIDUALS), 0, 0, 0)]
+    images = [(1, 80, len(PRECISIONS), 0, 4, 4), (1, 80, 0, len(get_args(ImageKind)), 4, 4)]
+    cases: list[tuple[str, FieldValue, int]] = [
+        ("abi", ABI_VERSION + 1, ABI_VERSION),
+        ("precision", len(PRECISIONS), len(PRECISIONS) - 1),
+        ("epilogue", epilogues[0], len(ACTIVATIONS) - 1),
+        ("epilogue", epilogues[1], len(RESIDUALS) - 1),
+        ("image_table", images[0], len(PRECISIONS) - 1),
+        ("image_table", images[1], len(get_args(ImageKind)) - 1),
+        ("launch_plan", launching(args=(Arg("W"),))[:-2] + (len(get_args(ArgKind)), 0), len(get_args(ArgKind)) - 1),
+    ]
+    lines = []
+    for i, (name, value, _) in enumerate(cases):
+        fields = NODE.fields() | {name: value}
+        lines.append(f"node {write_fields(tmp_path / str(i), fields)}")
+    for (name, _, last), answer in zip(cases, ask(dump, lines), strict=True):
+        assert name in answer["error"]
+        assert f"{'reads ' if name == 'abi' else '0..'}{last}" in answer["error"]
+    last_ones = Epilogue(activation=ACTIVATIONS[-1], residual=RESIDUALS[-1])
+    (answer,) = ask(dump, [f"node {node_file(tmp_path / 'last', replace(NODE, epilogue=last_ones))}"])
+    assert answer["residual"]
 
 
 @pytest.mark.parametrize(
