@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-from sparsedeploy.converters.fuse import NAMELESS_SIZES, NO_HIGH, NO_LOW, ConvUnit, Shapes
+from sparsedeploy.converters.fuse import NO_HIGH, NO_LOW, ConvUnit, Shapes
 from sparsedeploy.converters.graph import (
     Array,
     Graph,
@@ -26,6 +26,7 @@ from sparsedeploy.converters.graph import (
     remove_nodes,
     remove_orphans,
 )
+from sparsedeploy.converters.open_sizes import NAMELESS_SIZES
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import Dim
 from sparsedeploy.plugins.node import DOMAIN, OP_TYPE, FieldValue, SparseConv

@@ -34,7 +34,7 @@ def weight(*shape: int, sparsity: float = 0.9) -> Floats:
     values = RNG.standard_normal(shape) / np.sqrt(max(1.0, np.prod(shape[1:]) * (1 - sparsity)))
     values[RNG.random(shape) < sparsity] = 0
     values.reshape(shape[0], -1)[:, 0] = 0.5
-    return values.astype(np.float32)
+    return np.asarray(values, np.float32)
 
 
 def vector(count: int, low: float = -0.5, high: float = 0.5) -> Floats:
@@ -199,10 +199,10 @@ def converted(
     return convert(Request(path, find(target), out, precision, shapes={"x": shape}, layers=(f"*={kernel}",)))
 
 
-def run(path: Path, shape: tuple[int, ...]) -> list[NDArray[np.generic]]:
+def run(path: Path, shape: tuple[int, ...]) -> list[Floats]:
     session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feeds = {"x": np.random.default_rng(5).random(shape).astype(np.float32)}
-    return [np.asarray(value) for value in session.run(None, feeds)]
+    return [np.asarray(value, np.float32) for value in session.run(None, feeds)]
 
 
 def restored(out: Path) -> Path:
@@ -290,7 +290,7 @@ def test_weight_that_is_an_output_and_read_in_a_loop(tmp_path: Path) -> None:
     )
     proto = proto_of(
         Export("a = Conv<pads=[1,1,1,1]>(x, w, b) r = Relu(a) y = Identity(r)",
-               {"w": weight(16, 16, 3, 3), "b": vector(16), "n": np.int64(2), "on": np.bool_(True)}, 16, sparse=1)
+               {"w": weight(16, 16, 3, 3), "b": vector(16), "n": np.int64(2), "on": np.asarray(True)}, 16, sparse=1)
     )  # fmt: skip
     proto.graph.node[-1].CopyFrom(helper.make_node("Loop", ["n", "on", "r"], ["y"], "loop", body=body))
     proto.graph.output.append(helper.make_tensor_value_info("w", onnx.TensorProto.FLOAT, [16, 16, 3, 3]))
