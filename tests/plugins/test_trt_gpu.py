@@ -66,6 +66,8 @@ def prepare(kernel: Kernel, device: Device, number: int, dtype: Precision, batch
     if not node.executable:
         return None
     weight, bias = kernel.unpack(node)
+    # Half kernels multiply by weights rounded to half.
+    weight = weight.astype(element(dtype)).astype(np.float32)
     sums = conv2d(np.abs(case.x), np.abs(weight), None if bias is None else np.abs(bias), g)
     expected = epilogue.apply(chosen, conv2d(case.x, weight, bias, g), case.residual)
     return Prepared(

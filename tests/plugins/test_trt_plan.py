@@ -273,7 +273,7 @@ def test_codes_are_those_of_python(dump: Path, tmp_path: Path) -> None:
         ("epilogue", epilogues[1], len(RESIDUALS) - 1),
         ("image_table", images[0], len(PRECISIONS) - 1),
         ("image_table", images[1], len(get_args(ImageKind)) - 1),
-        ("launch_plan", launching(args=(Arg("W"),))[:-2] + (len(get_args(ArgKind)), 0), len(get_args(ArgKind)) - 1),
+        ("launch_plan", (*launching(args=(Arg("W"),))[:-2], len(get_args(ArgKind)), 0), len(get_args(ArgKind)) - 1),
     ]
     lines = []
     for i, (name, value, _) in enumerate(cases):

@@ -95,7 +95,7 @@ class Layer:
     def use(self) -> None:
         """Make this layer's shapes and type the host's."""
         self.plugin.ask(self.tensors)
-        self.plugin.ask(f"use 0 {self.dtype} 1")
+        self.plugin.ask(f"type {self.dtype}")
 
     def attach(self) -> int:
         """One more execution context."""
@@ -172,14 +172,9 @@ class Layer:
 def within(
     y: NDArray[Any], expected: NDArray[np.float64], magnitudes: NDArray[np.float64], dtype: Precision
 ) -> NDArray[np.bool_]:
-    """Per element: |y - expected| against the rounding of `dtype` on output and of fp32 sums on the magnitudes.
-
-    Activations are rounded to `dtype` before both; NaN is never within.
-    """
-    unit = 2.0**-11 if dtype == "fp16" else 2.0**-24
-    fit: NDArray[np.bool_] = np.abs(y.astype(np.float64) - expected) <= (
-        2 * unit * np.abs(expected) + 1e-5 * magnitudes + 6e-8
-    )
+    """Per element: 8 roundings of the size of the sum of magnitudes, as the kernels' own tests hold; NaN never is."""
+    rounding = 2.0**-11 if dtype == "fp16" else 2.0**-24
+    fit: NDArray[np.bool_] = np.abs(y.astype(np.float64) - expected) <= 8 * rounding * magnitudes + 1e-7
     return fit
 
 

@@ -2,8 +2,8 @@
 // one line of JSON. Compiled with -DSPARSEDEPLOY_ADAPTER=2 or 3. Objects have numbers, from 0.
 //   tensors N,3,6,5;N,4,6,5;7|N,4,6,5      shapes of inputs | outputs; N is the batch that a command names
 //   create FILE | fields | restore FILE | clone I | destroy I | save I FILE | attach I | detach I
-//   shape I N | formats I | types I TYPE | configure I TYPE MIN MAX | workspace I TYPE MAX | change I TYPE N
-//   enqueue I TYPE N STREAM | time I TYPE N RUNS | threads I,I TYPE N RUNS | context C | loaded | leave
+//   type TYPE | shape I N | formats I | types I TYPE | configure I TYPE MIN MAX | workspace I TYPE MAX | change I TYPE
+//   N enqueue I TYPE N STREAM | time I TYPE N RUNS | threads I,I TYPE N RUNS | context C | loaded | leave
 #include <dlfcn.h>
 
 #include <atomic>
@@ -467,6 +467,11 @@ std::string answer(std::istringstream& words) {
         return kept(command == "create" ? create(text, 0) : restore(text));
 #endif
     }
+    if (command == "type") {
+        words >> type;
+        floatType = typeOf(type);
+        return "{}";
+    }
     if (command == "fields") {
         PluginFieldCollection const* const names = creator()->getFieldNames();
         std::string out = "{\"name\": " + quoted(creator()->getPluginName()) +
@@ -515,7 +520,6 @@ std::string answer(std::istringstream& words) {
     if (command == "formats") return formatsCommand(plugin);
     words >> type >> n;
     floatType = typeOf(type);
-    if (command == "use") return "{}";  // that type from here on
     if (command == "types") {
         std::vector<DataType> inputs;
         for (PluginTensorDesc const& tensor : descs(1)) inputs.push_back(tensor.type);
