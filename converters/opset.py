@@ -505,7 +505,41 @@ def _never_zero(scope: _Scope, name: str, depth: int = 32) -> bool:
         return _never_zero(scope, node.input[0], depth - 1)
     if node.op_type in ("Concat", "Mul"):
         return all(_never_zero(scope, entry, depth - 1) for entry in node.input)
-    return False
+    least = _least(scope, name, depth)
+    return least is not None and least > 0
+
+
+def _least(scope: _Scope, name: str, depth: int) -> int | None:
+    """A bound that no entry of an integer tensor is below, dimensions being 1 or more; None where none is known.
+
+    For the size arithmetic of torch's exporter: a map behind a strided convolution is (H - 1) // 2 + 1 high.
+    """
+    value = scope.array(name)
+    if value is not None:
+        return int(np.min(value)) if value.size and np.issubdtype(value.dtype, np.integer) else None
+    node = scope.producer(name)
+    if node is None or depth == 0 or node.domain not in _DEFAULT:
+        return None
+    if node.op_type in ("Shape", "Size"):
+        return 1
+    if node.op_type in _KEEPS_ENTRIES:
+        return _least(scope, node.input[0], depth - 1)
+    if node.op_type not in ("Add", "Mul", "Div", "Concat", "Max"):
+        return None
+    known = [least for entry in node.input if (least := _least(scope, entry, depth - 1)) is not None]
+    if node.op_type == "Max":
+        return max(known, default=None)
+    if len(known) < len(node.input):
+        return None
+    if node.op_type == "Concat":
+        return min(known)
+    if node.op_type == "Add":
+        return sum(known)
+    if min(known) < 0:
+        return None
+    if node.op_type == "Mul":
+        return math.prod(known)
+    return 0 if known[1] > 0 else None  # a larger divisor gives less
 
 
 def _shape_15(site: _Site) -> bool:

@@ -631,6 +631,25 @@ def test_computed_shapes_that_cannot_be_zero() -> None:
     check_lowered(model, {"x": X})
 
 
+SIZE_ARITHMETIC = """g (float[1, 4, h, w] x) => (float[a, b, c] y)
+    <int64 low = {LOW}, int64 one = {1}, int64 two = {2}, int64[1] flat = {-1}, int64[1] four = {4}, int64[1] at = {0}> {
+        n = Shape<start = 0, end = 1>(x)  hh = Shape<start = 2, end = 3>(x)  h = Squeeze(hh, at)
+        ww = Shape<start = 3, end = 4>(x)  w = Squeeze(ww, at)
+        h1 = Add(h, low)  h2 = Div(h1, two)  h3 = Add(h2, one)  area = Mul(h3, w)  i = Reshape<allowzero = 1>(area, flat)
+        p = MaxPool<kernel_shape = [1, 1], strides = [2, 1]>(x)
+        d = Concat<axis = 0>(n, four, i)  y = Reshape<allowzero = 1>(p, d) }"""
+
+
+def test_sizes_computed_from_open_ones() -> None:
+    """(H - 1) // 2 + 1, as torch's newer exporter writes the height behind a stride of 2, is at least 1."""
+    check_lowered(parsed(SIZE_ARITHMETIC.replace("LOW", "-1"), 18), {"x": rand(1, 4, 6, 6)})
+
+
+def test_sizes_that_may_come_out_as_zero() -> None:
+    with pytest.raises(InputError, match="allowzero is 1"):
+        lowered(parsed(SIZE_ARITHMETIC.replace("LOW", "-3"), 18))
+
+
 def test_shared_axes_and_orphans() -> None:
     model = parsed(
         """g (float[2, 4, 6, 6] x) => (float[2, 4, 1, 1] y, float[2, 4, 1, 1] z) <int64[2] axes = {2, 3}> {
