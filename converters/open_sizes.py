@@ -55,6 +55,18 @@ def open_sizes(model: Model) -> dict[str, Sizes]:
     return walk.sizes
 
 
+def forget_nameless(model: Model) -> None:
+    """Take the placeholder names off open sizes: TensorRT 10 and later read one name as one size ("?" for H and W).
+
+    Values of the main graph only: TensorRT looks at no other names.
+    """
+    graph = model.proto.graph
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param") and dim.dim_param in NAMELESS_SIZES:
+                dim.ClearField("dim_param")
+
+
 def _all_ints(sizes: Sizes | None) -> bool:
     return sizes is not None and all(isinstance(size, int) for size in sizes)
 

@@ -15,6 +15,7 @@ from sparsedeploy.bundle import Evidence, Manifest
 from sparsedeploy.converters.fuse import ConvUnit, find_units
 from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.load import save
+from sparsedeploy.converters.open_sizes import forget_nameless
 from sparsedeploy.converters.operators import sidestep_misreadings, unsupported_operators
 from sparsedeploy.converters.opset import compare_in_ort, export_hint, lower_opset
 from sparsedeploy.converters.precision import to_fp16
@@ -264,6 +265,7 @@ def _write_models(
 ) -> tuple[ConvUnit, ...]:
     """model.dense.onnx, and model.sparse.onnx where a layer is sparse; the reading's model becomes the sparse one."""
     model = reading.model
+    forget_nameless(model)
     dense = Model(type(model.proto)(), model.path, model.notes)
     dense.proto.CopyFrom(model.proto)
     _respell(request, dense)
