@@ -35,12 +35,14 @@ from sparsedeploy.engine_build import (
     Request,
     build,
     install_hint,
+    make_logger,
 )
 from sparsedeploy.engine_file import (
     EngineRecord,
     PluginFile,
     Which,
     check_header,
+    check_version,
     describe,
     engine_name,
     load_check,
@@ -66,10 +68,12 @@ __all__ = [
     "Backend",
     "Build",
     "EngineRecord",
+    "Loaded",
     "Profile",
     "build_engine",
     "describe",
     "load_check",
+    "load_engine",
 ]
 
 BACKENDS: tuple[Backend, ...] = ("tensorrt", "tensorrt_rtx")
@@ -290,6 +294,48 @@ def _check_nodes(bundle: Path, manifest: Manifest, model: Path) -> tuple[str, ..
 def _runs_on(kind: str, arch: int, sm: int) -> bool:
     """PTX is compiled for any later device; a cubin runs within its major version, from its own minor on."""
     return arch <= sm if kind == "ptx" else arch // 10 == sm // 10 and arch <= sm
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine that can make execution contexts, with what must live as long as it."""
+
+    record: EngineRecord
+    module: Any
+    """The back end's Python module, `tensorrt` or `tensorrt_rtx_bindings`."""
+    engine: Any
+    runtime: Any
+    logger: Any
+
+
+def load_engine(engine: Path, plugin: Path | None = None) -> Loaded:
+    """Load an engine on this machine's first GPU, its plugin library first (the one beside it unless another is given).
+
+    Whatever TensorRT would refuse in its own words is refused in ours before; raises InputError or MachineError.
+    """
+    gpu = first_gpu()
+    if gpu is None:
+        raise MachineError(
+            f"{engine}: an engine runs on an NVIDIA GPU and this machine shows none (no libcuda.so.1 or no GPU)."
+        )
+    backend = check_header(engine)
+    record = load_check(engine, sm=gpu.sm, plugin=plugin)
+    trt = import_backend(backend)
+    check_version(engine, record, str(trt.__version__))
+    logger, errors = make_logger(trt)
+    runtime = trt.Runtime(logger)
+    if record.plugin is not None and record.plugin.embedded:
+        runtime.engine_host_code_allowed = True
+    elif record.plugin is not None:
+        registry = runtime.get_plugin_registry()
+        registry.load_library(str((plugin or engine.with_name(record.plugin.file)).resolve()))
+    made = runtime.deserialize_cuda_engine(engine.read_bytes())
+    if made is None:
+        raise MachineError(
+            f"{engine}: {TITLES[backend]} {trt.__version__} refused it: {'; '.join(errors) or 'it gave no reason'}. Build it again "
+            "on this machine with `sparsedeploy build`."
+        )
+    return Loaded(record, trt, made, runtime, logger)
 
 
 def _plugin(options: Build, backend: Backend, work: Path) -> Path:

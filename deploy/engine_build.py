@@ -6,12 +6,13 @@ TensorRT: engine.py, its only importer, hands the module in.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sparsedeploy.errors import CheckFailed, InputError, MachineError
 from sparsedeploy.plugins.node import OP_TYPE, PLUGIN_NAMESPACE, PLUGIN_VERSION
@@ -27,6 +28,7 @@ SHOWN_ERRORS = 3
 STAGE = "STAGE"
 """Severity of our own lines in the log: what the build was doing when the process ended."""
 
+_ERRORS = ("ERROR", "INTERNAL_ERROR")
 _NOISE = re.compile(r"ModelImporter\.cpp|catchCudaError|checkMacros")
 """Lines at level ERROR that say nothing: the parser's frames, and the missing driver that a build does without."""
 _NO_DRIVER = re.compile(r"\s*\[checkMacros\.cpp\S* Error Code 1: Cuda Runtime \(.*")
@@ -35,8 +37,6 @@ _LAYER = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), (?P<rest
 _ONNX_NAME = re.compile(r"Metadata: .*?\[ONNX Layer: (.*?)\]")
 _TENSOR = re.compile(r"Dimensions: (\[[^\]]*\]).*?(?:Datatype: (\w+), )?Format(?:/Datatype)?: (.*?) \}")
 _DTYPES = {"FLOAT": "fp32", "HALF": "fp16"}
-_PLUGIN_TYPES = ("custom_layer", "PluginV3", "PluginV2")
-"""What the build log calls a plugin layer: TensorRT-RTX, TensorRT."""
 
 
 class Profile(Record):
@@ -123,7 +123,7 @@ def build(trt: Any, request: Request) -> Answer:
     title = f"{TITLES[request.backend]} {trt.__version__}"
     _check_version(trt, request)
     log = _Log(Path(request.log))
-    logger = _make_logger(trt, log)
+    logger, _ = make_logger(trt, log)
     builder = trt.Builder(logger)
     if request.plugin:
         log.write(STAGE, f"loading the plugin library {request.plugin}")
@@ -142,11 +142,14 @@ def build(trt: Any, request: Request) -> Answer:
         raise CheckFailed(
             f"{title} could not build {Path(request.model).name}: {log.reason()}. {_what_next(request, log.reason())}"
         )
-    layers = [match for text in log.layer_texts for match in _LAYER.finditer(text)]
-    plugin_layers = tuple(_plugin_layer(match) for match in layers if match["type"] in _PLUGIN_TYPES)
-    _compare_names(
-        [layer.name for layer in plugin_layers], request.plugin_nodes, f"the engine that {title} built", request.model
-    )
+    layers = _layers(trt, log, plan, logger, request)
+    plugin_layers = tuple(layer for layer in layers if layer.is_plugin)
+    if layers or request.backend == "tensorrt_rtx":
+        # TensorRT may decorate a layer's name: there the number is compared, with TensorRT-RTX the names.
+        names = [layer.name for layer in plugin_layers]
+        if request.backend == "tensorrt" and len(names) == len(request.plugin_nodes):
+            names = list(request.plugin_nodes)
+        _compare_names(names, request.plugin_nodes, f"the engine that {title} built", request.model)
     Path(request.engine).write_bytes(memoryview(plan))
     if cache is not None and request.timing_cache:
         Path(request.timing_cache).write_bytes(memoryview(cache.serialize()))
@@ -155,8 +158,10 @@ def build(trt: Any, request: Request) -> Answer:
         inputs=_tensors(network.get_input(i) for i in range(network.num_inputs)),
         outputs=_tensors(network.get_output(i) for i in range(network.num_outputs)),
         profiles=profiles,
-        plugin_layers=plugin_layers,
-        layer_types=dict(sorted(Counter(match["type"] for match in layers).items())),
+        plugin_layers=tuple(
+            PluginLayer(name=layer.name, inputs=layer.inputs, outputs=layer.outputs) for layer in plugin_layers
+        ),
+        layer_types=dict(sorted(Counter(layer.kind for layer in layers).items())),
         seconds=round(perf_counter() - began, 3),
     )
 
@@ -171,7 +176,7 @@ class _Log:
 
     def write(self, severity: str, message: str) -> None:
         self._file.write(f"{severity}: {message}\n")
-        if severity in ("ERROR", "INTERNAL_ERROR") and not _NOISE.search(message):
+        if severity in _ERRORS and not _NOISE.search(message):
             self.errors.append(_tidy(message))
         if "LayerType: " in message:
             self.layer_texts.append(message)
@@ -185,15 +190,21 @@ def _tidy(message: str) -> str:
     return _NO_DRIVER.sub("", " ".join(message.split()))
 
 
-def _make_logger(trt: Any, log: _Log) -> Any:
+def make_logger(trt: Any, log: _Log | None = None) -> tuple[Any, list[str]]:
+    """A logger for TensorRT and the list that its errors go to."""
+    errors: list[str] = log.errors if log else []
+
     class Logger(trt.ILogger):  # type: ignore[misc]  # the base class comes with the module
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
-            log.write(severity.name, message)
+            if log:
+                log.write(severity.name, message)
+            elif severity.name in _ERRORS:
+                errors.append(_tidy(message))
 
-    return Logger()
+    return Logger(), errors
 
 
 def _check_version(trt: Any, request: Request) -> None:
@@ -394,13 +405,57 @@ def _tensors(tensors: Iterable[Any]) -> dict[str, Tensor]:
     }
 
 
-def _plugin_layer(match: re.Match[str]) -> PluginLayer:
+class _Layer(NamedTuple):
+    """A layer of the built engine."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def is_plugin(self) -> bool:
+        """TensorRT-RTX says custom_layer, TensorRT PluginV2 or PluginV3."""
+        return self.kind == "custom_layer" or self.kind.startswith("Plugin")
+
+
+def _layers(trt: Any, log: _Log, plan: Any, logger: Any, request: Request) -> list[_Layer]:
+    """The layers that were built: from the build log, else (TensorRT, which builds on a GPU) from the engine inspector.
+
+    Empty where neither shows a table: then the parsed network is all that was counted.
+    """
+    found = [_logged(match) for text in log.layer_texts for match in _LAYER.finditer(text)]
+    if found or request.backend == "tensorrt_rtx":
+        return found
+    runtime = trt.Runtime(logger)
+    if request.plugin and request.embed_plugin:
+        runtime.engine_host_code_allowed = True
+    engine = runtime.deserialize_cuda_engine(plan)
+    if engine is None:
+        raise CheckFailed(
+            f"{TITLES[request.backend]} built {Path(request.model).name} and cannot read its own engine: {log.reason()}. Keep "
+            "the log with --log FILE and report it."
+        )
+    inspector = engine.create_engine_inspector()
+    text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+    entries = json.loads(text).get("Layers", [])
+    return [_inspected(entry) for entry in entries if isinstance(entry, dict)]
+
+
+def _inspected(entry: dict[str, Any]) -> _Layer:
+    def tensors(key: str) -> tuple[str, ...]:
+        return tuple(f"{tensor.get('Dimensions')} {tensor.get('Format/Datatype')}" for tensor in entry.get(key, []))
+
+    return _Layer(str(entry.get("Name")), str(entry.get("LayerType")), tensors("Inputs"), tensors("Outputs"))
+
+
+def _logged(match: re.Match[str]) -> _Layer:
     """`Name: l_myl0_14, LayerType: custom_layer, Inputs: [ { Name: ..., Dimensions: [-1,128,28,28], ... Format: ... }], ...`"""
     onnx_name = _ONNX_NAME.search(match["rest"])
     name = onnx_name[1] if onnx_name else re.sub(r"_myl\d+_\d+$", "", match["name"])
     before, _, after = match["rest"].partition("Outputs: [")
     activations = before.partition("Constants: [")[0]
-    return PluginLayer(name=name, inputs=_formats(activations), outputs=_formats(after))
+    return _Layer(name, match["type"], _formats(activations), _formats(after))
 
 
 def _formats(text: str) -> tuple[str, ...]:

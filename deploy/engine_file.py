@@ -133,11 +133,8 @@ def load_check(
     _check_content(engine, record)
     if backend is not None and record.backend != backend:
         raise InputError(f"{engine}: {_other_backend(record.backend, backend)}")
-    if version is not None and record.backend_version != version:
-        raise InputError(
-            f"{engine}: was built by {TITLES[record.backend]} {record.backend_version}, installed is {version}; engines load in "
-            "the version that built them. Build it again here, or install that version."
-        )
+    if version is not None:
+        check_version(engine, record, version)
     if sm is not None and record.sm != sm:
         raise InputError(
             f"{engine}: was built for compute capability {record.sm // 10}.{record.sm % 10} ({record.target}), this GPU has "
@@ -145,6 +142,15 @@ def load_check(
         )
     _check_plugin_of(engine, record, plugin)
     return record
+
+
+def check_version(engine: Path, record: EngineRecord, version: str) -> None:
+    """Raise InputError unless the engine was built by this version of its back end."""
+    if record.backend_version != version:
+        raise InputError(
+            f"{engine}: was built by {TITLES[record.backend]} {record.backend_version}, installed is {version}; engines load in "
+            "the version that built them. Build it again here, or install that version."
+        )
 
 
 def _check_content(engine: Path, record: EngineRecord) -> None:

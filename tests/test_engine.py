@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from sparsedeploy.bundle import check_hashes, read_manifest
 from sparsedeploy.convert import Request as Conversion
 from sparsedeploy.convert import convert
 from sparsedeploy.devices import find
-from sparsedeploy.engine import Build, build_engine, choose_backend
+from sparsedeploy.engine import Build, build_engine, choose_backend, load_engine
 from sparsedeploy.engine_build import Profile, Request, profile_of
 from sparsedeploy.engine_file import EngineRecord, check_header, describe, load_check, record_path
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
@@ -191,6 +192,24 @@ def test_tensorrt_on_the_gpu_it_is_for(
     cache.write_bytes(b"of another version")
     build_engine(out, Build(plugin=plugin))
     assert cache.read_bytes() == b"+timed", "a cache that TensorRT does not take is started anew"
+
+
+def test_tensorrt_without_a_layer_table_is_inspected(
+    out: Path, plugin: Path, fake: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "first_gpu", lambda: Gpu("A100", 80, 108))
+    fake("no_table")
+    record = build_engine(out, Build(plugin=plugin))
+    assert [layer.name for layer in record.plugin_layers] == ["c1", "c2 [decorated]", "c3"]
+    assert record.layer_types == {"PluginV3": 3, "gemm": 1}
+    monkeypatch.setenv("FAKE_TRT_LAYERS", "2")
+    text = refusal(lambda: build_engine(out, Build(plugin=plugin)), CheckFailed)
+    assert "has 2 plugin layers, the model has 3" in text
+
+
+def test_rtx_without_a_layer_table_is_no_success(out: Path, plugin: Path, fake: Callable[[str], None]) -> None:
+    fake("no_table")
+    assert "has 0 plugin layers" in refusal(lambda: build_engine(out, Build(plugin=plugin)), CheckFailed)
 
 
 def test_the_log_is_kept_where_asked(out: Path, plugin: Path, fake: Callable[[str], None], tmp_path: Path) -> None:
@@ -475,3 +494,39 @@ def test_a_plugin_that_is_missing_or_another(loadable: Path, tmp_path: Path) -> 
     assert "another SHA-256" in refusal(lambda: load_check(loadable, plugin=other), MachineError)
     (loadable.parent / "libsparse.so").unlink()
     assert "libsparse.so" in refusal(lambda: load_check(loadable), MachineError)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """Fake wheels in this process too; called, the machine's GPU has that compute capability."""
+    install_fakes(monkeypatch, tmp_path)
+    for name in ("fake_trt", "tensorrt_rtx_bindings", "tensorrt"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return lambda sm: monkeypatch.setattr(engine, "first_gpu", lambda: Gpu("some GPU", sm, 100))
+
+
+def test_loading(loadable: Path, gpu: Callable[[int], None]) -> None:
+    gpu(80)
+    loaded = load_engine(loadable)
+    assert loaded.record.sparse_layers == 3
+    libraries = loaded.runtime.get_plugin_registry().libraries
+    assert libraries == [str((loadable.parent / "libsparse.so").resolve())]
+
+
+def test_loading_what_cannot_be_loaded(
+    loadable: Path, gpu: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "shows none" in refusal(lambda: load_engine(loadable), MachineError)
+    gpu(90)
+    assert "this GPU has 9.0" in refusal(lambda: load_engine(loadable), InputError)
+    gpu(80)
+    monkeypatch.setenv("FAKE_TRT", "old")
+    assert "installed is 1.6.1.120" in refusal(lambda: load_engine(loadable), InputError)
+
+
+def test_loading_that_tensorrt_refuses(
+    loadable: Path, gpu: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(80)
+    monkeypatch.setenv("FAKE_TRT", "no_load")
+    assert "refused it: The engine cannot run on this GPU" in refusal(lambda: load_engine(loadable), MachineError)

@@ -2,7 +2,7 @@
 
 The "engine" has a real header and then, as JSON, every setting that reached the builder, so that tests see what TensorRT
 would have seen. The environment variable FAKE_TRT makes it fail in one way:
-abort, lose_layer, no_build, no_creator, no_parse, hang, drop_plugin, old, plugin_speaks.
+abort, lose_layer, no_build, no_creator, no_parse, hang, drop_plugin, no_table, old, plugin_speaks, no_load.
 """
 
 from __future__ import annotations
@@ -224,10 +224,9 @@ class Builder:
         if FAULT == "no_build":
             self._logger.log(Severity.ERROR, "Could not find any implementation for node c9")
             return None
-        self._logger.log(
-            Severity.VERBOSE,
-            "Layers:\n" + "\n".join(_describe(layer, at) for at, layer in enumerate(network.graph.node)),
-        )
+        table = "\n".join(_describe(layer, at) for at, layer in enumerate(network.graph.node))
+        if FAULT != "no_table":
+            self._logger.log(Severity.VERBOSE, f"Layers:\n{table}")
         said = {
             "flags": network.flags,
             "capabilities": [capability.name for capability in config.capabilities],
@@ -239,6 +238,45 @@ class Builder:
             "folder": sorted(os.listdir(".")),
         }
         return engine_bytes(json.dumps(said).encode() + _plugins(config))
+
+
+class LayerInformationFormat(enum.Enum):
+    JSON = 0
+
+
+class Inspector:
+    """Shows three plugin layers, or two where a layer was to be lost."""
+
+    def get_engine_information(self, kind: LayerInformationFormat) -> str:
+        tensor = {"Name": "x", "Dimensions": [1, 16, 8, 8], "Format/Datatype": "Row major linear FP32"}
+        names = ["c1", "c2 [decorated]", "c3"][: int(os.environ.get("FAKE_TRT_LAYERS", "3"))]
+        layers: list[object] = [
+            {"Name": name, "LayerType": "PluginV3", "Inputs": [tensor], "Outputs": [tensor]} for name in names
+        ]
+        return json.dumps(
+            {"Layers": [*layers, {"Name": "gemm", "LayerType": "gemm"}, "a name alone"], "Bindings": ["x"]}
+        )
+
+
+class Engine:
+    def create_engine_inspector(self) -> Inspector:
+        return Inspector()
+
+
+class Runtime:
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.engine_host_code_allowed = False
+
+    def get_plugin_registry(self) -> Registry:
+        return _registry
+
+    def deserialize_cuda_engine(self, plan: bytes) -> Engine | None:
+        if FAULT == "no_load":
+            self._logger.log(Severity.ERROR, "The engine cannot run on this GPU")
+            return None
+        assert self.engine_host_code_allowed or _registry.libraries, "the plugin comes first"
+        return Engine()
 
 
 def _describe(node: onnx.NodeProto, at: int) -> str:
