@@ -14,7 +14,16 @@ from sparsedeploy.errors import MachineError
 from sparsedeploy.layer import ConvLayer, Geometry, Precision, Reason
 from sparsedeploy.plugins import nonzeros as rows
 from sparsedeploy.plugins.assemble import assemble_many, ptx_version
-from sparsedeploy.plugins.baked.choose import estimate, from_config, mode_of, ranked, shared_limit, smallest, to_config
+from sparsedeploy.plugins.baked.choose import (
+    estimate,
+    from_config,
+    mode_of,
+    portable,
+    ranked,
+    shared_limit,
+    smallest,
+    to_config,
+)
 from sparsedeploy.plugins.baked.emit import SUM_THREADS, Entry, module
 from sparsedeploy.plugins.baked.measured import MEASURED_DENSITY, Winner, winner
 from sparsedeploy.plugins.baked.read import read_weights
@@ -38,7 +47,7 @@ def _entries(
     bits = (32,) if mode_of(precision, config) == "hf" else (16,)
     sizing = {key: value for key, value in config.items() if key != "sums"}
     if sizing:
-        main = from_config(geometry, precision, config)
+        main = portable(from_config(geometry, precision, config), archs)
     else:
         main = _best(geometry, precision, device, options.batch, nnz, archs, bits)
     if sizing or options.batch < 4 or nnz > SMALL_NNZ:
@@ -166,9 +175,9 @@ class Baked:
         self, layer: ConvLayer, device: Device, precision: Precision, batch: int
     ) -> tuple[tuple[Config, Prediction], ...]:
         """The five schedules predicted fastest for this batch; fp16 offers half2 and fp32 sums."""
-        if layer.geometry is None:
-            raise ValueError(f"{layer.name}: height and width are not known")
-        nnz = layer.zeros.nnz if layer.zeros else layer.geometry.macs // max(1, layer.geometry.oh * layer.geometry.ow)
+        if layer.geometry is None or layer.zeros is None:
+            raise ValueError(f"{layer.name}: a prediction needs geometry and zeros")
+        nnz = layer.zeros.nnz
         c = ceilings(device)
         found = ranked(
             layer.geometry, precision, batch, nnz, c, (device.sm,), 5, (16,) if precision == "fp32" else (16, 32)
@@ -249,14 +258,19 @@ class Baked:
         return module(fitting[0].schedule.geometry, weights, bias, layer.epilogue, fitting, arch, ptx_version(arch))
 
     def unpack(self, node: SparseConv) -> tuple[Floats, Floats | None]:
-        """Weight and bias read from the shipped PTX itself (fp16-rounded where sums are half2)."""
+        """Weight and bias read from the shipped PTX itself (fp16-rounded where sums are half2).
+
+        Raises ValueError for another kernel's node, naming it, and for a text that does not say whole weights.
+        """
+        if node.kernel != self.name:
+            raise ValueError(f"{node.layer}: made by kernel {node.kernel}, not {self.name}")
         return read_weights(node)
 
     def reference(
         self, node: SparseConv, x: NDArray[np.float64], residual: NDArray[np.float64] | None = None
     ) -> NDArray[np.float64]:
         """Output [N, oc, oh, ow] by the weights that the code holds."""
-        weight, bias = read_weights(node)
+        weight, bias = self.unpack(node)
         return rows.finish(_without_bias(node), conv2d(x, weight, bias, node.geometry), residual)
 
 

@@ -246,6 +246,24 @@ def ranked(
     return found or [(smallest(geometry, precision, batch, limit, min(archs) >= 80, sums), 1e6, "launch")]
 
 
+def portable(s: Schedule, archs: tuple[int, ...]) -> Schedule:
+    """The schedule without what the oldest of these architectures lacks: clusters, overlap, shared memory.
+
+    Raises ValueError where no stage of it fits their shared memory.
+    """
+    if min(archs) < 90:
+        s = replace(s, combine="planes" if s.combine == "cluster" else s.combine, mates=1, dependent=False)
+    oc = groups_of(s.geometry, s.channels)[1]
+    limit = shared_limit(archs)
+    # Architectures without cp.async use two slots; the larger need counts.
+    if max(replace(s, use_async=flag).block_bytes(oc + oc // 8) for flag in (True, False)) <= limit:
+        return s
+    made = fitted(s, limit, -(-groups_of(s.geometry, s.channels)[2] // s.splits))
+    if made is None:
+        raise ValueError(f"{s.pixels} pixels of {s.geometry} do not fit {limit} bytes of shared memory")
+    return made
+
+
 def smallest(
     geometry: Geometry, precision: Precision, batch: int, limit: int, asynchronous: bool, sums: tuple[int, ...] = (16,)
 ) -> Schedule:

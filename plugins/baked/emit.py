@@ -16,7 +16,7 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
   parameters   ld.param.u64 ld.param.u32            cvta.to.global.u64
   integers     mov.u32 mov.b32 mov.b16 mov.f32 (register or immediate)  add.s32 sub.s32 mul.lo.u32 mad.lo.u32 div.u32 rem.u32
                mul.wide.u32 mul.wide.s32 add.s64 shl.b32 selp.b32
-  predicates   setp.lt.u32  setp.lt.and.u32 %p, a, b, %q  or.pred
+  predicates   setp.lt.u32  setp.lt.and.u32 %p, a, b, %q
   control      bra ret bar.sync 0
   global       ld.global.{b16,u16,b32,v2.b32,v4.b32,f32}  st.global.{b16,f32}       addresses [%reg+imm]; u16 goes to a .b32 register
   shared       ld.shared.{b16,b32,f32}  st.shared.{u16,b32,v2.b32,v4.b32}             addresses [%reg+imm]
