@@ -22,7 +22,7 @@ from sparsedeploy.devices import Device
 from sparsedeploy.errors import MachineError
 from sparsedeploy.layer import ELEMENT_BYTES, ConvLayer, Epilogue, Geometry, Precision
 from sparsedeploy.plugins.assemble import assemble, compile_cuda
-from sparsedeploy.plugins.kernel import BuildOptions, Built, Prediction
+from sparsedeploy.plugins.kernel import BuildOptions, Built, Prediction, UnfitWeightsError
 from sparsedeploy.plugins.launch import Arg, Expr, Launch, Plan, Variant, const, var
 from sparsedeploy.plugins.node import Image, SparseConv
 
@@ -477,11 +477,10 @@ def _pixel_shapes(g: Geometry, rows_out: int, batch: int) -> list[tuple[int, int
 def ranked(
     geometry: Geometry, nnz: int, device: Device, n: int, precision: Precision, clusters: bool
 ) -> list[tuple[Tiling, Estimate]]:
-    """All tilings, least predicted time first; raises ValueError when none fits the device."""
-    every = [(t, estimate(t, nnz, n, device, precision)) for t in candidates(geometry, device, n, precision, clusters)]
-    made = [(t, guess) for t, guess in every if guess.us < math.inf]
+    """All tilings, least predicted time first, those that cannot fit last; UnfitWeightsError when there is none."""
+    made = [(t, estimate(t, nnz, n, device, precision)) for t in candidates(geometry, device, n, precision, clusters)]
     if not made:
-        raise ValueError(f"no tiling of {geometry} fits {device.shared_kb_per_block} KB of shared memory")
+        raise UnfitWeightsError(f"no tiling of {geometry} fits {device.shared_kb_per_block} KB of shared memory")
     return sorted(made, key=lambda item: item[1].us)
 
 
@@ -495,13 +494,15 @@ def choose(
 def _fitting(node: SparseConv, fmt: Format, nonzeros: Nonzeros, device: Device, options: BuildOptions) -> Tiling:
     """The first tiling by predicted time whose real shared memory fits: the fullest slot is known only with the weights."""
     clusters = min(options.archs) >= _CLUSTER_SM
-    tilings = ranked(node.geometry, len(nonzeros.oc), device, options.batch, options.precision, clusters)
-    for tiling, _ in tilings:
-        _, stages, capacity = make_table(tiling, fmt, nonzeros)
-        if tiling.shared_bytes(stages, capacity) <= device.shared_kb_per_block * 1024:
+    limit = device.shared_kb_per_block * 1024
+    for tiling, _ in ranked(node.geometry, len(nonzeros.oc), device, options.batch, options.precision, clusters):
+        # The tile alone rules most of the rest out, without making their tables.
+        if tiling.shared_bytes(1, 2) <= limit and tiling.shared_bytes(*make_table(tiling, fmt, nonzeros)[1:]) <= limit:
             return tiling
-    # Nothing fits as ranked: the smallest stages of all.
-    return min((tiling for tiling, _ in tilings), key=lambda t: t.shared_bytes(*make_table(t, fmt, nonzeros)[1:]))
+    raise UnfitWeightsError(
+        f"{node.layer}: {len(nonzeros.oc)} nonzero weights at {node.geometry.h}x{node.geometry.w} do not fit the "
+        f"{device.shared_kb_per_block} KB of shared memory of {device.title} in any tiling"
+    )
 
 
 def with_code(
@@ -510,7 +511,7 @@ def with_code(
     """The built node with table, images and plan for the options' architectures; unchanged when they name none.
 
     Where the compiler is missing the node keeps its weights alone and a note says so. Raises AssembleError when a
-    compiler refuses the source.
+    compiler refuses the source, UnfitWeightsError when no tiling fits the device.
     """
     if not options.archs:
         return built

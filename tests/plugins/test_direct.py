@@ -21,7 +21,7 @@ from sparsedeploy.plugins.assemble import assemble
 from sparsedeploy.plugins.baked.interpret import run_plan
 from sparsedeploy.plugins.csr import CSR
 from sparsedeploy.plugins.direct import Tiling, choose, with_code
-from sparsedeploy.plugins.kernel import BuildOptions, Built
+from sparsedeploy.plugins.kernel import BuildOptions, Built, UnfitWeightsError
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.plugins.packed import PACKED
 from sparsedeploy.plugins.reference import conv2d
@@ -184,6 +184,28 @@ def test_predictions_rank_tilings_and_no_cluster_is_chosen_for_older_devices() -
     assert ampere.splits == 1
     assert 1.5 < guess.us < 20
     assert hopper.shared_bytes(hopper.stages(512), 100) <= 227 * 1024
+
+
+def test_weights_that_fit_no_tiling_keep_the_layer_dense() -> None:
+    g = Geometry(oc=4, ic=64, kh=3, kw=3, h=6, w=6, pads=(1, 1, 1, 1))
+    case = fill(g, EPILOGUES[0], 4 * 64 * 9, 1, 2)
+    assert CSR.build(case.layer, case.weight, None, DEVICE_OF[53], {}, options("fp32", 53)).node.executable
+    tiny = DEVICE_OF[53].model_copy(update={"shared_kb_per_block": 1})
+    with pytest.raises(UnfitWeightsError, match="conv3: 2304 nonzero weights at 6x6 do not fit the 1 KB"):
+        CSR.build(case.layer, case.weight, None, tiny, {}, options("fp32", 53))
+
+
+@pytest.mark.parametrize(("channels", "size"), [(64, 56), (512, 7)])
+@pytest.mark.parametrize("arch", [53, 80, 90])
+def test_resnet_layers_fit_every_device_from_sparse_to_dense(channels: int, size: int, arch: int) -> None:
+    g = Geometry(oc=channels, ic=channels, kh=3, kw=3, h=size, w=size, pads=(1, 1, 1, 1))
+    device = DEVICE_OF[arch]
+    for density in (0.02, 0.1, 1.0):
+        for n, precision in ((1, "fp32"), (32, "fp16")):
+            nnz = int(channels * channels * 9 * density)
+            tiling, guess = choose(g, nnz, device, n, cast("Precision", precision), arch >= 90)
+            assert guess.us < 1e6
+            assert tiling.shared_bytes(tiling.stages(channels), 2) <= device.shared_kb_per_block * 1024
 
 
 def test_prediction_respects_memory_and_grows_with_the_work() -> None:
