@@ -32,8 +32,11 @@ constexpr int32_t kMajor = NV_TENSORRT_MAJOR;
 constexpr bool kRegistersItself = true;
 #endif
 
-std::string libraryName(int32_t major) {
-    return major == 1 ? "libtensorrt_rtx.so.1" : "libnvinfer.so." + std::to_string(major);
+/// The library that is loaded when none is, then others with a registry: the runtimes for version-compatible engines.
+std::vector<std::string> libraryNames(int32_t major) {
+    if (major == 1) return {"libtensorrt_rtx.so.1"};
+    std::string const end = ".so." + std::to_string(major);
+    return {"libnvinfer" + end, "libnvinfer_lean" + end, "libnvinfer_dispatch" + end};
 }
 
 std::string productName(int32_t major) { return (major == 1 ? "TensorRT-RTX " : "TensorRT ") + std::to_string(major); }
@@ -64,13 +67,15 @@ Runtime findRuntime(bool open) {
     Runtime found = runtimeIn(RTLD_DEFAULT);
     if (found.major == kMajor) return found;
     for (int32_t major : {kMajor, 11, 10, 8, 1}) {
-        void* const library = dlopen(libraryName(major).c_str(), RTLD_NOLOAD | RTLD_NOW);
-        Runtime const loaded = library ? runtimeIn(library) : Runtime{};
-        if (loaded.major == kMajor) return loaded;
-        if (found.major == 0) found = loaded;
+        for (std::string const& name : libraryNames(major)) {
+            void* const library = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_NOW);
+            Runtime const loaded = library ? runtimeIn(library) : Runtime{};
+            if (loaded.major == kMajor) return loaded;
+            if (found.major == 0) found = loaded;
+        }
     }
-    void* const library =
-        open && found.major == 0 ? dlopen(libraryName(kMajor).c_str(), RTLD_NOW | RTLD_LOCAL) : nullptr;
+    if (!open || found.major != 0) return found;
+    void* const library = dlopen(libraryNames(kMajor)[0].c_str(), RTLD_NOW | RTLD_LOCAL);
     return library ? runtimeIn(library) : found;
 }
 

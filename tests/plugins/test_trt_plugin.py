@@ -1,7 +1,8 @@
 """The real plugin library, driven through TensorRT's C++ interfaces in its order, on a driver that only records.
 
 What it launches must be what plugins/host.py launches. SPARSEDEPLOY_TENSORRT_INCLUDE names further header folders
-(8.0, 8.2, 8.6, 11.1, separated by colons) whose forms are then compiled and run as well.
+(8.0, 8.2, 8.6, 11.1, separated by colons) whose forms are then compiled and run as well. SPARSEDEPLOY_TENSORRT_LIBRARY
+names real libraries with a registry (libnvinfer.so.10, libnvinfer_lean.so.11): the plugin must be found in them too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sparsedeploy.plugins.launch import Arg, ArgKind, Expr, Launch, Memset, Op, 
 from sparsedeploy.plugins.node import OP_TYPE, PLUGIN_NAMESPACE, PLUGIN_VERSION, FieldValue, Image, SparseConv
 from sparsedeploy.plugins.plugin_build import Arch, Flavour, build_plugin, fetched_headers, header_version
 
-INCLUDE = "SPARSEDEPLOY_TENSORRT_INCLUDE"
+INCLUDE, LIBRARY = "SPARSEDEPLOY_TENSORRT_INCLUDE", "SPARSEDEPLOY_TENSORRT_LIBRARY"
 OUTPUT, WORKSPACE = 0x90000000, 0xA0000000
 """Where host.cpp puts them; input k is at 0x100000 * (k + 1)."""
 
@@ -660,3 +661,31 @@ def test_the_rtx_build_touches_no_registry(loading: Loading) -> None:
 def test_words_go_to_the_logger_of_the_loader(loading: Loading) -> None:
     said = loading.run(f"local {loading.tensorrt} library {loading.plugins['v3']}", FAKE_TENSORRT_VERSION="110100")
     assert any(event.get("log") == 1 for event in said)
+
+
+@pytest.mark.parametrize("given", list(filter(None, os.environ.get(LIBRARY, "").split(os.pathsep))) or [None])
+def test_real_registries(given: str | None, tmp_path: Path) -> None:
+    if given is None:
+        pytest.skip(f"needs a TensorRT library (the wheel tensorrt-lean-cu12-libs has one) in {LIBRARY}")
+    tensorrt, major = Path(given), int(given.rpartition(".")[2])
+    folders = [headers(), *map(Path, filter(None, os.environ.get(INCLUDE, "").split(os.pathsep)))]
+    fitting = [folder for folder in folders if header_version(folder)[0] == major]
+    if not fitting:
+        pytest.skip(f"needs the headers of TensorRT {major} in {INCLUDE}")
+    plugin = library(tmp_path / "plugin.so", "v3", fitting[0])
+    others = [folder for folder in folders if header_version(folder)[0] not in (8, major)]
+    program = Loading(host_program("loader", "loader.cpp", fitting[0]), tensorrt, {})
+    named = {"LOADER_TENSORRT": tensorrt.name, "LD_LIBRARY_PATH": ""}
+
+    def found(commands: str) -> list[bool]:
+        return [event["found"] for event in program.run(commands, **named) if "found" in event]
+
+    for way in ("local", "global"):
+        assert found(f"{way} {tensorrt} creators local {plugin} creators") == [False, True]
+    assert found(f"local {tensorrt} library {plugin} creators unlibrary creators") == [True, False]
+    assert found(f"local {tensorrt} local {plugin} library {plugin} creators unlibrary creators") == [True, False]
+    assert found(f"local {plugin} local {tensorrt} creators register {plugin} creators") == [False, True]
+    for folder in others:
+        wrong = library(tmp_path / "wrong.so", "v3", folder)
+        for way in ("local", "library"):
+            assert found(f"local {tensorrt} {way} {wrong} creators") == [False]

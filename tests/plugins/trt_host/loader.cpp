@@ -1,8 +1,10 @@
 // Loads libraries in the order and manner that programs do, and says what the plugin's creators then are.
+// $LOADER_TENSORRT is the library with the registry, libnvinfer.so.10 if unset.
 //   local <path> | global <path> | library <path> | unlibrary | register <path> | creators
 #include <dlfcn.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <iostream>
 #include <string>
 
@@ -13,8 +15,10 @@ using namespace nvinfer1;
 namespace {
 
 void* nvinfer() {
-    void* const library = dlopen("libnvinfer.so.10", RTLD_NOLOAD | RTLD_NOW);
-    if (!library) std::printf("{\"error\": \"libnvinfer.so.10 is not loaded\"}\n");
+    char const* const asked = std::getenv("LOADER_TENSORRT");
+    char const* const name = asked ? asked : "libnvinfer.so.10";
+    void* const library = dlopen(name, RTLD_NOLOAD | RTLD_NOW);
+    if (!library) std::printf("{\"error\": \"%s is not loaded\"}\n", name);
     return library;
 }
 
