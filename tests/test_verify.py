@@ -453,3 +453,24 @@ def test_every_type_converts_and_verifies(kind: int, precision: Any, kernel: str
 def test_one_conv_of_a_symbolic_batch(tmp_path: Path) -> None:
     done = converted(one_conv(sparse_weight((8, 8, 3, 3)), pads=[1] * 4), tmp_path)
     assert done.verification.passed
+
+
+def test_fp16_is_also_judged_with_every_value_rounded(tmp_path: Path) -> None:
+    """ONNX Runtime's CPU kernels keep fp16 values in fp32 between nodes: an overflow there stays unseen without rounding."""
+    weight = np.full((8, 8, 1, 1), 100.0, np.float32)
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 8, 4, 4])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 8, 4, 4])
+    down = numpy_helper.from_array(np.float32(1e-4), "down")
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"], "first"),
+        helper.make_node("Conv", ["a", "w"], ["b"], "second"),
+        helper.make_node("Mul", ["b", "down"], ["y"], "scale"),
+    ]
+    graph = helper.make_graph(nodes, "g", [x], [y], [numpy_helper.from_array(weight, "w"), down])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+    with pytest.raises(CheckFailed, match="rounded to fp16"):
+        convert(Request(path, find("a100"), tmp_path / "half", "fp16"))
+    fine = convert(Request(path, find("a100"), tmp_path / "full"))
+    assert fine.verification.passed
+    assert fine.verification.note == ""
