@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -393,7 +393,7 @@ def cases(
 def prepare(
     folder: Path,
     found: Iterator[Case],
-    precisions: Sequence[str],
+    precisions: Sequence[Literal["fp32", "fp16"]],
     top: int,
     extra: Mapping[str, list[dict[str, int]]],
     assembled: bool,
@@ -410,7 +410,7 @@ def prepare(
 
     device = find("h200")
     folder.mkdir(parents=True, exist_ok=True)
-    jobs = []
+    jobs: list[dict[str, Any]] = []
     for number, case in enumerate(found):
         g, weight = case.geometry, case.weight
         np.savez_compressed(folder / f"w{number}.npz", w=weight)
@@ -423,7 +423,7 @@ def prepare(
             name=case.name, weight="w", dtype="fp32", shape=weight.shape, geometry=g, zeros=zeros, epilogue=Epilogue()
         )
         for precision, n in [(p, n) for p in precisions for n in case.batches]:
-            ranked = [
+            ranked: list[tuple[dict[str, int], float | None]] = [
                 (config, prediction.us) for config, prediction in BAKED.configs(layer, device, precision, n)[:top]
             ]
             ranked += [(config, None) for config in extra.get(f"{case.name} {precision} {n}", [])]
