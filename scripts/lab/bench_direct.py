@@ -154,7 +154,7 @@ def prepare(folder: Path, top: int, only: str) -> None:
             w = pruned(g, sparsity)
             for n in (1, 32):
                 label = f"{channels}@{size} N={n} {sparsity}"
-                if only and only not in label:
+                if only and only not in f"{label};":
                     continue
                 started = time.perf_counter()
                 count = top if sparsity == 0.9 else max(1, top // 3)
