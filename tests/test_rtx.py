@@ -16,7 +16,7 @@ from small_models import network, saved
 from sparsedeploy import engine
 from sparsedeploy.bundle import MANIFEST, SPARSE_MODEL, check_hashes
 from sparsedeploy.convert import Request, convert
-from sparsedeploy.converters.load import load
+from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import DEVICES, Device, find
 from sparsedeploy.engine import RTX_SMS, Build, build_engine, compile_plugin, load_check
@@ -173,6 +173,26 @@ def test_a_fixed_batch_needs_no_profile(tmp_path: Path, plugin: Path) -> None:
     assert record.inputs["x"].shape == (2, 16, 8, 8)
     text = refusal(lambda: build_engine(tmp_path / "out", Build(plugin=plugin, batch=(4, 4, 4))), InputError)
     assert "fixed at 2x16x8x8" in text
+
+
+def test_weights_in_a_side_file(small: Path, plugin: Path) -> None:
+    whole = small / SPARSE_MODEL
+    model = load(whole.rename(small / "whole.onnx"))
+    assert len(save(model, whole, side_file_above=100)) == 2
+    record = build_engine(small, Build(plugin=plugin))
+    assert set(record.sources) == {SPARSE_MODEL, f"{SPARSE_MODEL}.data"}
+    assert record.sparse_layers == 3
+
+
+def test_sizes_that_an_exporter_all_calls_by_one_placeholder(tmp_path: Path, plugin: Path) -> None:
+    model = network()
+    for axis in (0, 2, 3):
+        model.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = "?"
+    shapes = {"x": (1, 16, 8, 12)}
+    convert(Request(saved(model, tmp_path), find("a100"), tmp_path / "out", layers=("*=packed",), shapes=shapes))
+    for which in ("sparse", "dense"):
+        record = build_engine(tmp_path / "out", Build(plugin=plugin, which=which))  # type: ignore[arg-type]
+        assert record.profiles["x"].maximum == (1, 16, 8, 12)
 
 
 def test_workspace_and_tf32(small: Path, plugin: Path) -> None:
