@@ -22,7 +22,7 @@ std::vector<int32_t> readInts(PluginField const& field) {
     auto const count = static_cast<std::size_t>(field.length);
     std::vector<int32_t> ints(count);
     if (field.type == PluginFieldType::kINT32) {
-        std::memcpy(ints.data(), field.data, count * sizeof(int32_t));
+        if (count) std::memcpy(ints.data(), field.data, count * sizeof(int32_t));  // it may lie at any address
         return ints;
     }
 #if NV_TENSORRT_MAJOR >= 10
@@ -89,7 +89,7 @@ std::shared_ptr<Node const> readNode(nvinfer1::PluginFieldCollection const* coll
         PluginField const& from = collection->fields[i];
         if (!from.name) continue;
         if (std::strcmp(from.name, kChosenField) == 0) {
-            std::vector<int32_t> const value = readInts(from);
+            std::vector<int32_t> const value = readField(from, FieldType::kInts).ints;
             if (value.size() != 1 || value[0] < -1 || value[0] >= kPrecisions) {
                 throw Error("field chosen holds an unknown precision");
             }

@@ -86,7 +86,10 @@ class PluginV2 : public IPluginV2DynamicExt {
                     void* const* outputs, void* workspace, cudaStream_t stream) noexcept override {
         return guarded(node(), kRefused, [&] {
             checkDims(inputDesc, outputDesc);
-            instance_.run(precisionOf(inputDesc[0].type), shapeOf(inputDesc[0].dims),
+            Precision const precision = precisionOf(inputDesc[0].type);
+            // Loaded long since, unless this TensorRT configures after it initialises a plugin that it restored.
+            if (isInitialised_) instance_.load(precision);
+            instance_.run(precision, shapeOf(inputDesc[0].dims),
                           Buffers{inputs, outputs, workspace, reinterpret_cast<cuda::Stream>(stream)});
             return 0;
         });

@@ -180,6 +180,30 @@ cuda::Function configured(Program const& program, Plan const& plan, Precision pr
     return function;
 }
 
+unsigned gridSize(Op const& op, std::size_t axis, Sizes const& sizes) {
+    int64_t const size = op.grid[axis].value(sizes);
+    if (size >= 1 && size <= kMaxGrid[axis]) return static_cast<unsigned>(size);
+    throw Error("its plan launches " + op.entry + " with a grid of " + std::to_string(size) + " along axis " +
+                std::to_string(axis) + ", a device runs 1 to " + std::to_string(kMaxGrid[axis]) +
+                ". Convert for a smaller batch.");
+}
+
+/// Fills in what the launch needs; how many there are.
+unsigned attributesOf(Op const& op, Program const& program, cuda::LaunchAttribute* attributes) {
+    unsigned count = 0;
+    if (op.cluster > 1) {
+        attributes[count].id = cuda::kLaunchCluster;
+        unsigned const cluster[3] = {static_cast<unsigned>(op.cluster), 1, 1};
+        std::memcpy(attributes[count++].value.cluster, cluster, sizeof(cluster));
+    }
+    // Where a device has no dependent launches the kernel waits for the one ahead of it anyway.
+    if (op.dependent && program.isHopper && program.driver->launchEx) {
+        attributes[count].id = cuda::kLaunchDependent;
+        attributes[count++].value.flag = 1;
+    }
+    return count;
+}
+
 }  // namespace
 
 std::shared_ptr<Program const> prepare(std::shared_ptr<Node const> const& node, Precision precision) {
@@ -302,14 +326,10 @@ void Instance::load() {
     if (!any) throw Error(refusal);
 }
 
-void Instance::launch(Program const& program, Op const& op, cuda::Function function, Sizes const& sizes,
-                      Buffers const& buffers) const {
-    uint64_t values[kMaxArgs];
-    void* pointers[kMaxArgs];
+void Instance::gather(Op const& op, Sizes const& sizes, Buffers const& buffers, uint64_t* values) const {
     for (std::size_t i = 0; i < op.args.size(); ++i) {
         Arg const arg = op.args[i];
         void const* pointer = nullptr;
-        pointers[i] = &values[i];
         switch (arg.kind) {
             case ArgKind::kInput:
                 pointer = buffers.inputs[0];
@@ -327,7 +347,7 @@ void Instance::launch(Program const& program, Op const& op, cuda::Function funct
                 pointer = static_cast<char*>(buffers.workspace) + arg.index;
                 break;
             default: {
-                std::size_t const variable = static_cast<std::size_t>(arg.kind) - static_cast<std::size_t>(ArgKind::kN);
+                auto const variable = static_cast<std::size_t>(arg.kind) - static_cast<std::size_t>(ArgKind::kN);
                 auto const size = static_cast<int32_t>(sizes[variable]);
                 std::memcpy(&values[i], &size, sizeof(size));
                 continue;
@@ -335,40 +355,30 @@ void Instance::launch(Program const& program, Op const& op, cuda::Function funct
         }
         values[i] = reinterpret_cast<uintptr_t>(pointer);
     }
-    unsigned grid[3], block[3];
-    for (std::size_t i = 0; i < 3; ++i) {
-        int64_t const size = op.grid[i].value(sizes);
-        if (size < 1 || size > kMaxGrid[i]) {
-            throw Error("its plan launches " + op.entry + " with a grid of " + std::to_string(size) + " along axis " +
-                        std::to_string(i) + ", a device runs 1 to " + std::to_string(kMaxGrid[i]) +
-                        ". Convert for a smaller batch.");
-        }
-        grid[i] = static_cast<unsigned>(size);
-        block[i] = static_cast<unsigned>(op.block[i]);
-    }
-    auto const shared = static_cast<unsigned>(op.sharedBytes);
+}
+
+void Instance::launch(Program const& program, Op const& op, cuda::Function function, Sizes const& sizes,
+                      Buffers const& buffers) const {
+    uint64_t values[kMaxArgs];
+    void* pointers[kMaxArgs];
+    gather(op, sizes, buffers, values);
+    for (std::size_t i = 0; i < op.args.size(); ++i) pointers[i] = &values[i];
+    unsigned grid[3];
+    for (std::size_t i = 0; i < 3; ++i) grid[i] = gridSize(op, i, sizes);
+    cuda::LaunchAttribute attributes[2];
+    cuda::LaunchConfig const config{
+        {grid[0], grid[1], grid[2]},
+        {static_cast<unsigned>(op.block[0]), static_cast<unsigned>(op.block[1]), static_cast<unsigned>(op.block[2])},
+        static_cast<unsigned>(op.sharedBytes),
+        buffers.stream,
+        attributes,
+        attributesOf(op, program, attributes)};
     cuda::Driver const& driver = *program.driver;
-    cuda::LaunchAttribute attributes[2] = {};
-    unsigned count = 0;
-    if (op.cluster > 1) {
-        attributes[count].id = cuda::kLaunchCluster;
-        unsigned const cluster[3] = {static_cast<unsigned>(op.cluster), 1, 1};
-        std::memcpy(attributes[count++].value.cluster, cluster, sizeof(cluster));
-    }
-    // Where a device has no dependent launches the kernel waits for the one ahead of it anyway.
-    if (op.dependent && program.isHopper && driver.launchEx) {
-        attributes[count].id = cuda::kLaunchDependent;
-        attributes[count++].value.flag = 1;
-    }
-    cuda::Result result;
-    if (count == 0) {
-        result = driver.launch(function, grid[0], grid[1], grid[2], block[0], block[1], block[2], shared,
-                               buffers.stream, pointers, nullptr);
-    } else {
-        cuda::LaunchConfig const config{
-            {grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, shared, buffers.stream, attributes, count};
-        result = driver.launchEx(&config, function, pointers, nullptr);
-    }
+    // Older drivers lack launchEx: it is called only where an attribute needs it.
+    cuda::Result const result =
+        config.count ? driver.launchEx(&config, function, pointers, nullptr)
+                     : driver.launch(function, grid[0], grid[1], grid[2], config.block[0], config.block[1],
+                                     config.block[2], config.sharedBytes, config.stream, pointers, nullptr);
     if (result != cuda::kSuccess) cuda::check(driver, result, "launching kernel " + op.entry);
 }
 

@@ -29,7 +29,7 @@ struct Program {
     std::shared_ptr<LoadedImage const> image;
     /// By variant and op; null where a variant has another precision and where an op is a memset.
     std::vector<std::vector<cuda::Function>> functions;
-    /// Whether the device has clusters and dependent launches.
+    /// Compute capability 9.0 and later: clusters and dependent launches.
     bool isHopper;
 };
 
@@ -85,6 +85,8 @@ class Instance {
 
   private:
     Sizes sizes(int64_t n, int64_t height, int64_t width) const;
+    /// The launch's parameters, each in its own 64 bits.
+    void gather(Op const& op, Sizes const& sizes, Buffers const& buffers, uint64_t* values) const;
     void launch(Program const& program, Op const& op, cuda::Function function, Sizes const& sizes,
                 Buffers const& buffers) const;
 

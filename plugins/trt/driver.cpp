@@ -40,7 +40,7 @@ Driver* open() {
     find(library, "cuCtxGetId", found.contextId);
     find(library, "cuFuncLoad", found.loadFunction);
     find(library, "cuLaunchKernelEx", found.launchEx);
-    check(found, found.init(0), "cuInit");
+    check(found, found.init(0), "starting the CUDA driver (nvidia-smi shows what it finds)");
     // Neither freed nor closed: modules may be unloaded after static destructors have run.
     return new Driver(found);
 }

@@ -256,9 +256,7 @@ std::shared_ptr<Node const> Node::deserialise(void const* data, std::size_t size
         if (count < 0) throw Error("the serialised plugin holds a field of negative size");
         fields[i].present = true;
         if (kFields[i].type == FieldType::kInts) {
-            char const* from = blob.take(static_cast<std::size_t>(count) * 4);
-            fields[i].ints.resize(static_cast<std::size_t>(count));
-            std::memcpy(fields[i].ints.data(), from, static_cast<std::size_t>(count) * 4);
+            for (int32_t left = count; left > 0; --left) fields[i].ints.push_back(blob.word());
         } else {
             fields[i].bytes.assign(blob.take(static_cast<std::size_t>(count)), static_cast<std::size_t>(count));
         }

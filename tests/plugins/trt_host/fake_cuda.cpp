@@ -43,6 +43,7 @@ void say(char const* format, ...) {
 int launch(Entry const& entry, unsigned const* grid, unsigned const* block, unsigned shared, void* stream,
            unsigned cluster, int dependent, void** params) {
     launched.fetch_add(1);
+    if (!std::getenv("FAKE_CUDA_LOG")) return 0;  // when the launcher's own time is taken
     char args[1024] = "";
     int at = 0;
     for (std::size_t i = 0; i < entry.sizes.size(); ++i) {
