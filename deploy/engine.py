@@ -70,7 +70,9 @@ __all__ = [
     "EngineRecord",
     "Loaded",
     "Profile",
+    "add_to_manifest",
     "build_engine",
+    "compile_plugin",
     "describe",
     "load_check",
     "load_engine",
@@ -120,6 +122,7 @@ def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
     which = options.which or ("sparse" if manifest.sparse_layers else "dense")
     backend = choose_backend(options.backend, manifest)
     model = bundle / (SPARSE_MODEL if which == "sparse" else DENSE_MODEL)
+    _check_source(bundle, manifest, model)
     options.tell("reading the nodes")
     nodes = _check_nodes(bundle, manifest, model) if which == "sparse" else ()
     with tempfile.TemporaryDirectory(prefix="sparsedeploy-build-") as folder:
@@ -137,6 +140,17 @@ def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
         record = _record(request, answer, manifest, which, plugin)
         _publish(bundle, manifest, record, made, plugin)
     return record
+
+
+def _check_source(bundle: Path, manifest: Manifest, model: Path) -> None:
+    """Refuse a model that is not the one that was verified."""
+    for path in (model, model.with_name(model.name + ".data")):
+        expected = manifest.files.get(path.name)
+        if expected is not None and path.is_file() and file_hash(path) != expected:
+            raise CheckFailed(
+                f"{bundle}: {path.name} was changed after conversion (its SHA-256 differs from the manifest), so nothing is known "
+                "about it. Convert again; an engine is built only from what was verified."
+            )
 
 
 def _request(
