@@ -20,6 +20,7 @@ from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import DEVICES, Device, find
 from sparsedeploy.engine import RTX_SMS, Build, build_engine, compile_plugin, load_check
+from sparsedeploy.engine_file import Which
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
 from sparsedeploy.layer import Precision
 from sparsedeploy.models.sparsity import pruned
@@ -192,8 +193,9 @@ def test_sizes_that_an_exporter_all_calls_by_one_placeholder(tmp_path: Path, plu
         model.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = "?"
     shapes = {"x": (1, 16, 8, 12)}
     convert(Request(saved(model, tmp_path), find("a100"), tmp_path / "out", layers=("*=packed",), shapes=shapes))
-    for which in ("sparse", "dense"):
-        record = build_engine(tmp_path / "out", Build(plugin=plugin, which=which))  # type: ignore[arg-type]
+    kinds: tuple[Which, ...] = ("sparse", "dense")
+    for which in kinds:
+        record = build_engine(tmp_path / "out", Build(plugin=plugin, which=which))
         assert record.profiles["x"].maximum == (1, 16, 8, 12)
 
 

@@ -100,10 +100,10 @@ class ParserError:
         self._node, self._text = node, text
 
     def node_name(self) -> str:
-        return self._node.name
+        return str(self._node.name)
 
     def node_operator(self) -> str:
-        return self._node.op_type
+        return str(self._node.op_type)
 
     def desc(self) -> str:
         return self._text
