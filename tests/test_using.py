@@ -85,3 +85,14 @@ def test_the_python_parses() -> None:
 def test_libraries_are_named_as_we_name_them() -> None:
     named = set(re.findall(r"libsparsedeploy_\w+\.so", TEXT))
     assert named == {*RECIPE.plugins.values(), plugin_file("rtx")}
+
+
+def test_everything_the_plugin_is_built_from_is_installed() -> None:
+    root = Path(__file__).parents[1]
+    (line,) = re.findall(
+        r'^"sparsedeploy\.plugins" = \[(.*)\]$', (root / "pyproject.toml").read_text("utf-8"), re.MULTILINE
+    )
+    patterns = re.findall(r'"([^"]+)"', line)
+    shipped = {path for pattern in patterns for path in (root / "plugins").glob(pattern)}
+    needed = {path for path in (root / "plugins" / "trt").rglob("*.*") if path.suffix != ".md"}
+    assert needed - shipped == set()
