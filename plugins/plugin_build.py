@@ -195,7 +195,7 @@ def build_plugin(out: Path, headers: Path, flavour: Flavour, arch: Arch, compile
         "-std=c++14", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra",
         "-Wno-deprecated-declarations", *_DEFINES[flavour], *toolchain.flags, "-Wl,-z,nodelete",
     ]  # fmt: skip
-    key = _key([toolchain.version, arch, *flags], [*sorted(SOURCES.rglob("*.*")), *sorted(headers.glob("NvInfer*.h"))])
+    key = _key([toolchain.version, arch, *flags], [*_source_files(), *sorted(headers.glob("NvInfer*.h"))])
     cached = cache_dir() / "plugins" / key / plugin_file(flavour, version[0])
     if not cached.is_file():
         command = [*toolchain.command, *flags, "-isystem", str(headers), f"-I{SOURCES / 'cuda_shim'}"]
@@ -208,6 +208,10 @@ def build_plugin(out: Path, headers: Path, flavour: Flavour, arch: Arch, compile
 
 def _wanted(flavour: Flavour) -> str:
     return {"v2": "TensorRT 8", "v3": "TensorRT 10 and 11", "rtx": "TensorRT-RTX 1.7"}[flavour]
+
+
+def _source_files() -> list[Path]:
+    return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".cpp", ".h", ".map"))
 
 
 def _key(words: list[str], files: list[Path]) -> str:
