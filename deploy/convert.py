@@ -160,7 +160,7 @@ def _build_layer(
 
     Another kernel is taken only where it is predicted to pay too, or where sparse was asked for.
     """
-    options = candidates(layer, request.device, plan.precision, plan.batch)
+    options = candidates(layer, request.device, plan.precision, plan.batch, named=entry.choice)
     options.sort(key=lambda option: option[0].name != entry.choice)
     build_options = BuildOptions(precision=plan.precision, batch=plan.batch, archs=(request.device.sm,))
     dense = entry.predicted.us_dense if entry.predicted else 0.0

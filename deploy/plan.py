@@ -88,10 +88,15 @@ def make_plan(scan: Scan, device: Device, precision: Precision) -> Plan:
 Candidate = tuple[Kernel, Config, Prediction]
 
 
-def candidates(layer: ConvLayer, device: Device, precision: Precision, batch: int) -> list[Candidate]:
-    """Each kernel that supports the layer, with its best configuration, fastest predicted first."""
+def candidates(layer: ConvLayer, device: Device, precision: Precision, batch: int, named: str = "") -> list[Candidate]:
+    """Each kernel that supports the layer, with its best configuration, fastest predicted first.
+
+    A kernel that is not automatic on the device is left out unless it is `named`.
+    """
     found = []
     for kernel in KERNELS:
+        if not (kernel.automatic(device) or kernel.name == named):
+            continue
         if layer.zeros and kernel.supports(layer, device, precision) is None:
             config, prediction = kernel.configs(layer, device, precision, batch)[0]
             found.append((kernel, config, prediction))
@@ -138,18 +143,47 @@ def _at_sparsity(layer: ConvLayer, sparsity: float) -> ConvLayer:
 
 
 def _crossover(layer: ConvLayer, device: Device, precision: Precision, batch: int, dense: float) -> float | None:
-    """The sparsity at which the best predicted kernel becomes faster than dense, by bisection to 0.1 %."""
+    """The sparsity at which the best predicted kernel becomes faster than dense.
 
-    def pays(sparsity: float) -> bool:
-        return candidates(_at_sparsity(layer, sparsity), device, precision, batch)[0][2].us < dense
+    By bisection to 0.1 % over the kernels that predict quickly; for the others along the line, in density, through the
+    layer's own zeros and 98 %.
+    """
+    found = [
+        _bisected(kernel, layer, device, precision, batch, dense)
+        if kernel.quick
+        else _interpolated(kernel, layer, device, precision, batch, dense)
+        for kernel in KERNELS
+        if kernel.automatic(device) and kernel.supports(layer, device, precision) is None
+    ]
+    return min((sparsity for sparsity in found if sparsity is not None), default=None)
 
+
+def _us(kernel: Kernel, layer: ConvLayer, device: Device, precision: Precision, batch: int, sparsity: float) -> float:
+    return kernel.configs(_at_sparsity(layer, sparsity), device, precision, batch)[0][1].us
+
+
+def _bisected(
+    kernel: Kernel, layer: ConvLayer, device: Device, precision: Precision, batch: int, dense: float
+) -> float | None:
     low, high = 0.0, 0.999
-    if not pays(high):
+    if not _us(kernel, layer, device, precision, batch, high) < dense:
         return None
     while high - low > 0.001:
         middle = (low + high) / 2
-        low, high = (low, middle) if pays(middle) else (middle, high)
+        low, high = (low, middle) if _us(kernel, layer, device, precision, batch, middle) < dense else (middle, high)
     return high
+
+
+def _interpolated(
+    kernel: Kernel, layer: ConvLayer, device: Device, precision: Precision, batch: int, dense: float
+) -> float | None:
+    here, far = layer.sparsity, 0.98 if layer.sparsity < 0.97 else 0.9
+    us_here, us_far = (_us(kernel, layer, device, precision, batch, sparsity) for sparsity in (here, far))
+    per_sparsity = (us_far - us_here) / (far - here)
+    if per_sparsity >= 0:  # so few nonzeros that they do not show: faster or slower at any sparsity
+        return 0.0 if us_here < dense else None
+    crossing = here + (dense - us_here) / per_sparsity
+    return max(crossing, 0.0) if crossing < 1 else None
 
 
 def override(plan: Plan, scan: Scan, device: Device, choices: Sequence[str]) -> Plan:
@@ -185,7 +219,7 @@ def _options(layer: ConvLayer, device: Device, plan: Plan, choice: str) -> list[
     """The candidates that a choice other than dense allows, fastest first."""
     if not layer.eligible:
         return []
-    found = candidates(layer, device, plan.precision, plan.batch)
+    found = candidates(layer, device, plan.precision, plan.batch, named=choice)
     return [option for option in found if choice in (SPARSE, option[0].name)]
 
 

@@ -33,7 +33,7 @@ transforms is 2.25."""
 BYTES_PER_NONZERO = 4
 """One packed word; the same in fp32 and fp16."""
 
-Resource = Literal["compute", "memory"]
+Resource = Literal["compute", "memory", "latency"]
 
 
 class Work(Record):
@@ -117,11 +117,14 @@ def dense_us(geometry: Geometry, device: Device, precision: Precision, batch: in
     """Predicted time of the dense layer: direct FLOPs at the device's dense throughput, never under bytes / bandwidth.
 
     The throughput stands for whatever dense kernel is best (Winograd, tensor cores), for every layer shape alike; so a
-    layer that has neither is predicted faster than it will be, which errs against the sparse kernel.
+    layer that has neither is predicted faster than it will be, which errs against the sparse kernel. Where the device's
+    latency floor is known, small layers take that.
     """
-    return bound_us(
-        dense_work(geometry, batch, precision), device.throughput.dense_tflops[precision], device.bandwidth_gbs
-    )
+    rate = device.throughput.dense_tflops[precision]
+    bound = bound_us(dense_work(geometry, batch, precision), rate, device.bandwidth_gbs)
+    fixed, per_term = device.throughput.dense_latency_us.get(precision, (0.0, 0.0))
+    floor = fixed + per_term * (geometry.ic // geometry.group) * geometry.kh * geometry.kw
+    return bound if bound.us >= floor else Bound(floor, "latency")
 
 
 def best_dense_bound(

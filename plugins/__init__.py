@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from sparsedeploy.errors import InputError
+from sparsedeploy.plugins.baked import BAKED
 from sparsedeploy.plugins.csr import CSR
 from sparsedeploy.plugins.kernel import Kernel
 from sparsedeploy.plugins.packed import PACKED
 
-KERNELS: tuple[Kernel, ...] = (PACKED, CSR)
+KERNELS: tuple[Kernel, ...] = (PACKED, CSR, BAKED)
 """Every kernel at hand, in order of preference where predictions tie."""
 
 

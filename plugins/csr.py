@@ -81,6 +81,11 @@ class Csr:
     """Escoin's weight format. Exact weights, any geometry, one input height and width."""
 
     name = "csr"
+    quick = True
+
+    def automatic(self, device: Device) -> bool:
+        """Always: the throughputs it is predicted from are published, measured or scaled for every device."""
+        return True
 
     def supports(self, layer: ConvLayer, device: Device, precision: Precision) -> Reason | None:
         """`nonzeros.unsupported`, or "input-too-large" where an offset into one image does not fit 31 bits."""

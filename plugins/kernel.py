@@ -59,6 +59,11 @@ class Kernel(Protocol):
     """One way to run a pruned convolution. Stateless; a kernel is a module-level instance."""
 
     name: str
+    quick: bool
+    """Whether `configs` takes well under a millisecond, so that a plan may ask it at many sparsities."""
+
+    def automatic(self, device: Device) -> bool:
+        """Whether a plan may choose this kernel unasked: its speed is published or measured for such a device."""
 
     def supports(self, layer: ConvLayer, device: Device, precision: Precision) -> Reason | None:
         """None when the layer's geometry and epilogue can run, else why not. Looks at no weight."""
@@ -69,7 +74,13 @@ class Kernel(Protocol):
         """Configurations for a supported layer, fastest predicted first; at least one."""
 
     def build(
-        self, layer: ConvLayer, weight: Floats, bias: Floats | None, device: Device, config: Config, options: BuildOptions
+        self,
+        layer: ConvLayer,
+        weight: Floats,
+        bias: Floats | None,
+        device: Device,
+        config: Config,
+        options: BuildOptions,
     ) -> Built:
         """Make the node. weight is [oc, ic // group, kh, kw], bias [oc]; raises UnfitWeightsError."""
 

@@ -106,6 +106,11 @@ class Packed:
     """The paper's weight format. Runs any batch, height and width; fp32 sums over fp16 weights."""
 
     name = "packed"
+    quick = True
+
+    def automatic(self, device: Device) -> bool:
+        """Always: the throughputs it is predicted from are published, measured or scaled for every device."""
+        return True
 
     def supports(self, layer: ConvLayer, device: Device, precision: Precision) -> Reason | None:
         """`nonzeros.unsupported`, or "kernel-too-large" above 15x15."""

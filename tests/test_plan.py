@@ -28,6 +28,7 @@ from sparsedeploy.plan import (
     with_kernel,
 )
 from sparsedeploy.plugins import KERNELS
+from sparsedeploy.plugins.baked import BAKED
 from sparsedeploy.plugins.kernel import Prediction
 from sparsedeploy.reading import read
 from sparsedeploy.roofline import dense_us
@@ -67,12 +68,38 @@ def test_crossover_agrees_with_comparing_directly(device: Device, size: int, tmp
         best = min(
             kernel.configs(at(layer, sparsity), device, "fp32", 1)[0][1].us
             for kernel in KERNELS
-            if kernel.supports(layer, device, "fp32") is None
+            if kernel.automatic(device) and kernel.supports(layer, device, "fp32") is None
         )
         if entry.crossover is None:
             assert best >= dense
         elif abs(sparsity - entry.crossover) > 0.0025:
             assert (best < dense) == (sparsity > entry.crossover), sparsity
+
+
+def test_crossover_of_a_kernel_that_predicts_slowly_is_near(tmp_path: Path) -> None:
+    """baked, automatic on an H200, is interpolated: within 10 points of where the predictions really cross."""
+    h200 = find("h200")
+    path = saved(one_conv(sparse_weight((64, 64, 3, 3)), (56, 56), pads=[1] * 4), tmp_path)
+    layer = scanned(path, h200).layers[0]
+    assert layer.geometry is not None
+    entry = make_plan(scanned(path, h200), h200, "fp32").layers[0]
+    dense, _ = dense_us(layer.geometry, h200, "fp32", 1)
+    pays = [
+        s / 20 for s in range(20) if BAKED.configs(at(layer, s / 20), h200, "fp32", 1)[0][1].us < dense
+    ]  # fmt: skip
+    assert entry.choice == "baked"
+    assert entry.crossover is not None
+    assert abs(entry.crossover - min(pays)) < 0.1
+
+
+def test_a_kernel_not_measured_on_the_device_must_be_asked_for(tmp_path: Path) -> None:
+    a100 = find("a100")
+    path = saved(one_conv(sparse_weight((64, 64, 3, 3), 0.97), (28, 28), pads=[1] * 4), tmp_path)
+    found = scanned(path, a100)
+    plan = make_plan(found, a100, "fp32")
+    assert plan.layers[0].choice in ("packed", "csr")
+    assert override(plan, found, a100, ["*=sparse"]).layers[0].choice in ("packed", "csr")
+    assert override(plan, found, a100, ["*=baked"]).layers[0].choice == "baked"
 
 
 def test_the_choice_follows_the_prediction(tmp_path: Path) -> None:

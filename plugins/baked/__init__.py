@@ -151,6 +151,11 @@ class Baked:
     """Code generated from the weights. Exact fp32 weights in fp32 (and fp16 with fp32 sums); fp16 weights with half2 sums."""
 
     name = "baked"
+    quick = False
+
+    def automatic(self, device: Device) -> bool:
+        """On Hopper only, where it was measured (an H200); elsewhere its predictions are scaled and it is asked for."""
+        return device.sm == 90
 
     def supports(self, layer: ConvLayer, device: Device, precision: Precision) -> Reason | None:
         """`nonzeros.unsupported`, "too-many-nonzeros" past MAX_NNZ, "too-wide" where no tile fits shared memory."""

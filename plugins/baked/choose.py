@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 from sparsedeploy.layer import Geometry, Precision
 from sparsedeploy.plugins.baked.schedule import Combine, Mode, Pair, Schedule, flatten
@@ -192,6 +193,7 @@ def _pixels(s: Schedule, total: int) -> list[int]:
     return sorted(size for size in even if size / (-(-size // 32) * 32) > 0.75) or [min(total, 256)]
 
 
+@lru_cache(maxsize=1 << 16)
 def fitted(s: Schedule, limit: int, ceiling: int) -> Schedule | None:
     """The schedule with stages and ring that fit `limit` bytes: deep enough to hide latency, at most `ceiling` channels."""
     whole = max(1, ceiling)
@@ -216,7 +218,29 @@ def ranked(
     geometry: Geometry, precision: Precision, batch: int, nnz: int, c: Ceilings, archs: tuple[int, ...], count: int = 5,
     sums: tuple[int, ...] = (16,),
 ) -> list[tuple[Schedule, float, str]]:  # fmt: skip
-    """The `count` schedules predicted fastest, with time in us and bound; never empty."""
+    """The `count` schedules predicted fastest, with time in us and bound; never empty.
+
+    They are searched for at the next two-digit number of nonzeros, so that like layers share a search, and timed at nnz.
+    """
+    found = _searched(geometry, precision, batch, _two_digits(nnz), c, archs, count, sums)
+    if not found:
+        s = smallest(geometry, precision, batch, shared_limit(archs), min(archs) >= 80, sums)
+        return [(s, 1e6, "launch")]
+    timed = [(s, *time_us(estimate(s, nnz, batch), c)) for s in found]
+    return sorted(timed, key=lambda entry: entry[1])
+
+
+def _two_digits(nnz: int) -> int:
+    unit = 10 ** max(0, len(str(nnz)) - 2)
+    return -(-nnz // unit) * unit
+
+
+@lru_cache(maxsize=4096)
+def _searched(
+    geometry: Geometry, precision: Precision, batch: int, nnz: int, c: Ceilings, archs: tuple[int, ...], count: int,
+    sums: tuple[int, ...],
+) -> tuple[Schedule, ...]:  # fmt: skip
+    """The `count` best schedules, best first; none where nothing fits."""
     clusters = min(archs) >= 90
     density = nnz / max(1, geometry.oc * (geometry.ic // geometry.group) * geometry.kh * geometry.kw)
     limit = shared_limit(archs)
@@ -242,8 +266,7 @@ def ranked(
         refined.append((us, number, bound, replace(made, dependent=clusters and us > _OVERLAP_US)))
         if len(refined) == max(_REFINED, count):
             break
-    found = [(s, us, bound) for us, _, bound, s in sorted(refined, key=lambda guess: guess[:2])[:count]]
-    return found or [(smallest(geometry, precision, batch, limit, min(archs) >= 80, sums), 1e6, "launch")]
+    return tuple(s for _, _, _, s in sorted(refined, key=lambda guess: guess[:2])[:count])
 
 
 def portable(s: Schedule, archs: tuple[int, ...]) -> Schedule:
