@@ -6,8 +6,9 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from sparsedeploy import __version__
@@ -29,6 +30,8 @@ DENSE_MODEL, SPARSE_MODEL, PLAN, VERIFY, REPORT = (
 
 _ATTEMPTS = 20
 """To swap a folder in while others do the same."""
+_LEFT_BY_SCRIPT = ("*.engine", "*.layers.json", "timing.cache")
+"""What build.sh adds to the target's folder, on the device, where nothing can enter it in the manifest."""
 
 
 class Evidence(Record):
@@ -39,7 +42,7 @@ class Evidence(Record):
     outputs: bool
     """The sparse graph was run with them and compared with the original."""
     code: bool = False
-    """The nodes' code was assembled and interpreted."""
+    """The nodes' code was interpreted on the CPU, sampled blocks of every layer, and compared with float64."""
     device: bool = False
     """It ran on the target."""
 
@@ -190,8 +193,20 @@ def read_manifest(out: Path) -> Manifest:
         ) from error
 
 
+def add_to_manifest(out: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    """Enter files made after the conversion (paths inside the bundle), so that check_hashes knows them."""
+    files = dict(sorted({**manifest.files, **{name: file_hash(out / name) for name in names}}.items()))
+    text = manifest.model_copy(update={"files": files}).to_json()
+    partial = out / f".{MANIFEST}.partial"
+    partial.write_text(text, "utf-8")
+    partial.replace(out / MANIFEST)
+
+
 def check_hashes(out: Path) -> int:
-    """Compare every file with the manifest; raises CheckFailed naming what changed. Returns the number of files."""
+    """Compare every file with the manifest; raises CheckFailed naming what changed. Returns the number of files.
+
+    Engines that the target folder's build.sh left beside itself are no part of the bundle and are passed over.
+    """
     manifest, found = read_manifest(out), hashes(out)
     for name, expected in manifest.files.items():
         if name not in found:
@@ -202,9 +217,14 @@ def check_hashes(out: Path) -> int:
             raise CheckFailed(
                 f"{out}: {name} was changed after conversion (its SHA-256 differs from the manifest). Convert again."
             )
-    extra = sorted(set(found) - set(manifest.files))
+    extra = sorted(name for name in found.keys() - manifest.files.keys() if not _left_by_script(name, manifest.target))
     if extra:
         raise CheckFailed(
             f"{out}: {extra[0]} is not in the manifest ({len(extra)} such files). Remove it or convert again."
         )
-    return len(found)
+    return len(manifest.files)
+
+
+def _left_by_script(name: str, target: str) -> bool:
+    folder, _, file = name.rpartition("/")
+    return folder == target and any(fnmatchcase(file, pattern) for pattern in _LEFT_BY_SCRIPT)

@@ -26,8 +26,10 @@ from sparsedeploy.gpu import closest, first_gpu
 
 if TYPE_CHECKING:
     from sparsedeploy.convert import Conversion
+    from sparsedeploy.engine import Backend
     from sparsedeploy.layer import ConvLayer, Precision
     from sparsedeploy.plan import Plan
+    from sparsedeploy.plugins.plugin_build import Arch
     from sparsedeploy.scan import Scan
 
 BUG = 70
@@ -104,6 +106,9 @@ Layers = Annotated[
     typer.Option("--layer", help="NAME=dense|sparse|KERNEL, * and ? allowed: '*=sparse' forces all eligible layers."),
 ]
 ModelFile = Annotated[Path, typer.Argument(help="ONNX model.", show_default=False)]
+NoEngine = Annotated[
+    bool, typer.Option("--no-engine", help="Build no engine, also where a TensorRT is installed that could.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON, nothing else, on stdout.")]
 
 
@@ -187,10 +192,15 @@ def convert(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Convert although the target's TensorRT lacks operators.")
     ] = False,
+    no_engine: NoEngine = False,
     as_json: Json = False,
 ) -> None:
-    """Make a verified bundle of a pruned model: dense and sparse ONNX, plan, proof and report. The main job."""
-    from sparsedeploy.bundle import default_path
+    """Make a verified bundle of a pruned model: dense and sparse ONNX, plan, proof and report. The main job.
+
+    Where TensorRT or TensorRT-RTX is installed and can build for the target, the bundle also gets its engine.
+    """
+    from sparsedeploy.build import add_engine
+    from sparsedeploy.bundle import default_path, read_manifest
     from sparsedeploy.convert import Request
     from sparsedeploy.convert import convert as run
     from sparsedeploy.plan import Plan
@@ -218,10 +228,11 @@ def convert(
                 tell=tell,
             )
         )
+        lines = () if no_engine else add_engine(done.out, done.manifest, tell)
     if as_json:
-        sys.stdout.write(done.manifest.to_json())
+        sys.stdout.write(read_manifest(done.out).to_json())
         return
-    _print_conversion(done)
+    _print_conversion(done, lines)
 
 
 @app.command()
@@ -263,6 +274,122 @@ def verify(
         print(f"{bundle}: {count} files are as the manifest says")
         print(f"{bundle}: {verdict(result)}" + (f" ({result.note})" if result.note else ""))
     require(result)
+
+
+@app.command()
+def build(
+    bundle: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Bundle made by convert. With --plugin-only the folder for the library.", show_default=False
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend", help="tensorrt or tensorrt_rtx.", show_default="TensorRT on the target's GPU, else RTX"
+        ),
+    ] = None,
+    embed_plugin: Annotated[bool, typer.Option("--embed-plugin", help="Put the plugin into the engine.")] = False,
+    plugin: Annotated[
+        Path | None, typer.Option("--plugin", help="Use this plugin library instead of compiling it.")
+    ] = None,
+    plugin_only: Annotated[
+        bool, typer.Option("--plugin-only", help="Compile the plugin library, nothing else.")
+    ] = False,
+    include: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--tensorrt-include",
+            help="Folder of TensorRT's C++ headers; may be repeated, one per major version.",
+            show_default="the system's, else those of 10.14, fetched once",
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch", help="x86_64 or aarch64: processor the device's libraries are for.", show_default="the target's"
+        ),
+    ] = None,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Build the dense model's engine, to compare with the sparse one.")
+    ] = False,
+    max_batch: Annotated[
+        int | None,
+        typer.Option("--max-batch", min=1, max=65535, help="Largest batch.", show_default="the one converted for"),
+    ] = None,
+    profile: Annotated[
+        list[str] | None,
+        typer.Option("--profile", help="NAME=MIN:OPT:MAX, sizes such as 1x3x224x224, of an input; may be repeated."),
+    ] = None,
+    workspace_mb: Annotated[
+        int | None,
+        typer.Option("--workspace-mb", min=1, help="Scratch memory allowed, in MB.", show_default="TensorRT's"),
+    ] = None,
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="Let TensorRT round fp32 inputs of its own layers to TF32.")
+    ] = False,
+    log: Annotated[Path | None, typer.Option("--log", help="Keep the whole build log in this file.")] = None,
+    triton: Annotated[
+        Path | None, typer.Option("--triton", help="Also write the model into this Triton model repository.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Build a bundle's engine, and the folder that builds one on the device: model, plugin libraries, build.sh."""
+    from sparsedeploy import build as builder
+    from sparsedeploy.engine import Build
+
+    named = {
+        "--embed-plugin": embed_plugin, "--plugin": plugin, "--dense": dense, "--max-batch": max_batch, "--profile": profile,
+        "--workspace-mb": workspace_mb, "--tf32": tf32, "--log": log, "--triton": triton,
+    }  # fmt: skip
+    if plugin_only and (idle := [name for name, value in named.items() if value]):
+        raise InputError(
+            f"{idle[0]} says how an engine is built, and --plugin-only builds none. Leave one of them out."
+        )
+    if dense and triton:
+        raise InputError("--dense with --triton: the repository is written for the bundle's own model. Leave one out.")
+    if bundle is None and not plugin_only:
+        raise InputError("build needs the bundle that convert made: `sparsedeploy build MODEL.sparsedeploy`.")
+    chosen, processor = _backend(backend), _arch(arch)
+    folder = bundle or Path()
+    with _progress(as_json) as tell:
+        if plugin_only:
+            tell("compiling the plugin")
+            report = builder.build_libraries(folder, chosen, include or (), processor)
+        else:
+            options = Build(
+                backend=chosen,
+                which="dense" if dense else None,
+                plugin=plugin,
+                headers=tuple(include or ()),
+                embed_plugin=embed_plugin,
+                tf32=tf32,
+                profiles=dict(builder.parse_profile(text) for text in profile or ()),
+                workspace_mb=workspace_mb,
+                log=log,
+                tell=tell,
+            )
+            report = builder.build_bundle(folder, builder.Options(options, max_batch, processor, triton))
+    if as_json:
+        sys.stdout.write(report.to_json())
+        return
+    for line in builder.lines_of(folder, report):
+        print(line)
+
+
+def _backend(name: str | None) -> Backend | None:
+    if name is None or name == "tensorrt" or name == "tensorrt_rtx":
+        return name  # type: ignore[return-value]
+    raise InputError(
+        f"--backend {name}: needed tensorrt (10 or 11, on the target's GPU) or tensorrt_rtx (no GPU needed)."
+    )
+
+
+def _arch(name: str | None) -> Arch | None:
+    if name is None or name == "x86_64" or name == "aarch64":
+        return name  # type: ignore[return-value]
+    raise InputError(f"--arch {name}: needed x86_64 (servers, PCs) or aarch64 (Jetson, Grace).")
 
 
 @app.command()
@@ -310,27 +437,25 @@ def demo(
         list[str] | None,
         typer.Option("--target", "-t", help="Device; may be repeated.", show_default="jetson-nano and a100"),
     ] = None,
+    no_engine: NoEngine = False,
 ) -> None:
-    """Make a pruned ResNet-18 and convert it for two devices, by plan and forced."""
+    """Make a pruned ResNet-18 and convert it for two devices, by plan and forced; with engines where they can be built."""
     from sparsedeploy import demo as demo_module
 
     targets = tuple(devices.find(name) for name in target) if target else demo_module.default_targets()
     with _progress(False) as tell:
         tell("making a ResNet-18 at 90 % zeros")
         model = demo_module.write_model(out)
-        done = demo_module.runs(model, out, targets, tell)
+        done = demo_module.runs(model, out, targets, tell, engines=not no_engine)
     print(
         f"{model}: ResNet-18, random He weights, pruned to {demo_module.SPARSITY:.0%} by skewed magnitude (no accuracy to speak of)"
     )
-    for label, conversion in done:
+    for label, conversion, lines in done:
         print()
         print(f"== {conversion.manifest.target}, {conversion.manifest.precision}, {label}")
-        _print_conversion(conversion)
+        _print_conversion(conversion, lines)
     print()
     print(f"Open {done[0][1].out / 'report.html'} in a browser. Your own model: sparsedeploy scan MODEL.onnx")
-    print(
-        "Next step on the device: no device kit yet. The bundles hold verified weights and code; no plugin that runs them."
-    )
 
 
 def _target(name: str | None) -> devices.Device:
@@ -459,7 +584,7 @@ def _shape_text(name: str, shape: tuple[Any, ...]) -> str:
     return f"{name} {'x'.join(map(str, shape))}"
 
 
-def _print_conversion(done: Conversion) -> None:
+def _print_conversion(done: Conversion, engine: tuple[str, ...]) -> None:
     from sparsedeploy.convert import sizes, verdict
     from sparsedeploy.plan import DENSE, totals
     from sparsedeploy.roofline import format_us
@@ -489,6 +614,8 @@ def _print_conversion(done: Conversion) -> None:
             if done.manifest.executable
             else "weights verified; no kernel yet"
         )
+    for line in engine:
+        print(line)
     if done.nothing:
         print(f"Next: {done.scan.next_command}")
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import onnx
 
+from sparsedeploy.build import add_engine
 from sparsedeploy.convert import Conversion, Request, convert
 from sparsedeploy.devices import Device, find
 from sparsedeploy.models.sparsity import pruned
@@ -24,15 +25,20 @@ def write_model(folder: Path) -> Path:
 
 
 def runs(
-    model: Path, folder: Path, targets: tuple[Device, ...], tell: Callable[[str], None]
-) -> list[tuple[str, Conversion]]:
-    """Convert for every target, as the plan decides and with every eligible layer forced sparse."""
+    model: Path, folder: Path, targets: tuple[Device, ...], tell: Callable[[str], None], *, engines: bool
+) -> list[tuple[str, Conversion, tuple[str, ...]]]:
+    """Convert for every target, as the plan decides and with every eligible layer forced sparse.
+
+    Returns how, the conversion, and what is to be told about its engine (nothing without `engines`).
+    """
     done = []
     for device in targets:
         for label, layers in (("by plan", ()), ("forced", ("*=sparse",))):
             out = folder / f"{device.name}-{label.replace(' ', '-')}"
             tell(f"{device.name}, {label}")
-            done.append((label, convert(Request(model, device, out, layers=layers, tell=tell))))
+            conversion = convert(Request(model, device, out, layers=layers, tell=tell))
+            lines = add_engine(out, conversion.manifest, tell) if engines else ()
+            done.append((label, conversion, lines))
     return done
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import mmap
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from sparsedeploy.bundle import DENSE_MODEL, MANIFEST, SPARSE_MODEL, Manifest, read_manifest
+from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, Manifest, add_to_manifest, read_manifest
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.engine_build import (
@@ -70,12 +71,14 @@ __all__ = [
     "EngineRecord",
     "Loaded",
     "Profile",
-    "add_to_manifest",
     "build_engine",
+    "check_model",
     "compile_plugin",
     "describe",
     "load_check",
     "load_engine",
+    "no_engine",
+    "only_on_device",
 ]
 
 BACKENDS: tuple[Backend, ...] = ("tensorrt", "tensorrt_rtx")
@@ -98,8 +101,9 @@ class Build:
     """None: sparse, or dense where nothing was converted."""
     plugin: Path | None = None
     """The plugin library for this back end; None: compiled here (and cached), where the engine has sparse layers."""
-    headers: Path | None = None
-    """TensorRT's C++ headers to compile it with; None: the system's, else those of 10.14, fetched once."""
+    headers: Sequence[Path] = ()
+    """Folders of TensorRT's C++ headers to compile it with, the fitting one is taken; else the system's, else those of
+    10.14, fetched once."""
     embed_plugin: bool = False
     tf32: bool = False
     batch: tuple[int, int, int] | None = None
@@ -122,9 +126,8 @@ def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
     which = options.which or ("sparse" if manifest.sparse_layers else "dense")
     backend = choose_backend(options.backend, manifest)
     model = bundle / (SPARSE_MODEL if which == "sparse" else DENSE_MODEL)
-    _check_source(bundle, manifest, model)
     options.tell("reading the nodes")
-    nodes = _check_nodes(bundle, manifest, model) if which == "sparse" else ()
+    nodes = check_model(bundle, manifest, which)
     with tempfile.TemporaryDirectory(prefix="sparsedeploy-build-") as folder:
         work = Path(folder)
         plugin = _plugin(options, backend, work) if nodes else None
@@ -140,6 +143,16 @@ def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
         record = _record(request, answer, manifest, which, plugin)
         _publish(bundle, manifest, record, made, plugin)
     return record
+
+
+def check_model(bundle: Path, manifest: Manifest, which: Which) -> tuple[str, ...]:
+    """Names of the model's sparse nodes, in graph order.
+
+    Raises CheckFailed or InputError unless the model is the one that was verified and every node can run on the target.
+    """
+    model = bundle / (SPARSE_MODEL if which == "sparse" else DENSE_MODEL)
+    _check_source(bundle, manifest, model)
+    return _check_nodes(bundle, manifest, model) if which == "sparse" else ()
 
 
 def _check_source(bundle: Path, manifest: Manifest, model: Path) -> None:
@@ -220,9 +233,42 @@ def choose_backend(asked: Backend | None, manifest: Manifest) -> Backend:
     for backend, why in reasons.items():
         if why is None:
             return backend
-    if manifest.sm not in RTX_SMS:  # installing a wheel would not help
+    if manifest.sm not in RTX_SMS and not _is_here(manifest):  # installing a wheel would not help
         raise MachineError(str(reasons["tensorrt_rtx"]))
     raise MachineError(f"No engine can be built here. {reasons['tensorrt_rtx']} {reasons['tensorrt']}")
+
+
+def no_engine(bundle: Path, manifest: Manifest) -> str | None:
+    """One sentence on why no engine can be built on this machine and what to do about it; None where one can.
+
+    Looks only at what is installed: nothing of TensorRT is imported.
+    """
+    if any(_why_not(backend, manifest) is None for backend in BACKENDS):
+        return None
+    if manifest.sm not in RTX_SMS and not _is_here(manifest):
+        return _why_not("tensorrt_rtx", manifest)
+    wheel = "'tensorrt>=10.3'" if _is_here(manifest) else "'.[rtx]'"
+    where = "for the GPU here" if _is_here(manifest) else "in sparsedeploy's folder (x86-64 Linux, no GPU needed)"
+    return (
+        f"no TensorRT is installed. `pip install {wheel}` {where}, then `sparsedeploy build {shlex.quote(str(bundle))}`, makes "
+        f"one for {manifest.target}"
+    )
+
+
+def _is_here(manifest: Manifest) -> bool:
+    """Whether this machine's GPU is of the target's kind."""
+    gpu = first_gpu()
+    return gpu is not None and gpu.sm == manifest.sm
+
+
+def only_on_device(manifest: Manifest) -> str | None:
+    """Why no TensorRT can build for the target from this machine, whatever were installed; None where one can."""
+    if manifest.sm in RTX_SMS or _is_here(manifest):
+        return None
+    return (
+        f"TensorRT-RTX does not build for {manifest.target} (compute capability {manifest.sm // 10}.{manifest.sm % 10}), and "
+        "TensorRT builds on the device itself"
+    )
 
 
 def _why_not(backend: Backend, manifest: Manifest) -> str | None:
@@ -237,9 +283,9 @@ def _why_not(backend: Backend, manifest: Manifest) -> str | None:
         if not _installed(MODULES[backend]) or not _installed(RTX_LIBRARIES):
             return f"TensorRT-RTX is not installed in this Python ({sys.executable}): {install_hint(backend)}."
         return None
-    gpu = first_gpu()
     if not _installed(MODULES[backend]):
         return f"TensorRT is not installed in this Python ({sys.executable}): {install_hint(backend)}."
+    gpu = first_gpu()
     if gpu is None:
         return (
             f"TensorRT builds on the GPU that the engine is for, and this machine has none. {_on_the_device(manifest)}"
@@ -255,10 +301,13 @@ def _why_not(backend: Backend, manifest: Manifest) -> str | None:
 def _on_the_device(manifest: Manifest) -> str:
     if manifest.sm == 53:
         return (
-            "Its engine is built on the device by TensorRT 8; the kit that does it there does not exist yet in this "
-            "version. The bundle's models stay valid for it."
+            "Its engine is built on the device, and this version has no kit that was tried there yet; `sparsedeploy build` with "
+            "--tensorrt-include DIR, the C++ headers of its TensorRT 8, makes a folder with library and build.sh."
         )
-    return f"Build on the device itself: copy the bundle's folder {manifest.target}/ there and run its build.sh."
+    return (
+        f"Its engine is built on the device itself: `sparsedeploy build` makes the bundle's folder {manifest.target}/ for that; "
+        f"copy {manifest.target}/ there and run its build.sh."
+    )
 
 
 def _installed(module: str) -> bool:
@@ -356,7 +405,16 @@ def _plugin(options: Build, backend: Backend, work: Path) -> Path:
     if options.plugin is not None:
         return _check_plugin(options.plugin, backend)
     options.tell("compiling the plugin")
-    return compile_plugin(backend, work, options.headers)
+    return compile_plugin(backend, work, _headers_for(backend, options.headers))
+
+
+def _headers_for(backend: Backend, given: Sequence[Path]) -> Path | None:
+    """Of several folders of headers the one for this back end; None leaves it to compile_plugin to find some."""
+    wanted = 10 if backend == "tensorrt_rtx" else _installed_major()
+    fitting = [path for path in given if wanted is None or header_version(path)[0] == wanted]
+    if backend == "tensorrt_rtx":
+        return fitting[0] if fitting else None  # 10.14 is fetched: headers given for the device are no mistake
+    return next(iter([*fitting, *given]), None)
 
 
 def compile_plugin(backend: Backend, folder: Path, headers: Path | None = None) -> Path:
@@ -526,18 +584,18 @@ def _check_made(engine: Path, backend: Backend, embedded: Path | None) -> None:
 
 def _loads_in(backend: Backend, version: str, sm: int, plugin: Path | None, embedded: bool) -> str:
     capability = f"compute capability {sm // 10}.{sm % 10}"
-    if backend == "tensorrt_rtx":
-        text = (
-            f"the TensorRT-RTX {version} runtime only, on a GPU of {capability}; not TensorRT, trtexec, Triton, DeepStream or "
-            "ONNX Runtime's TensorRT provider"
-        )
-    else:
-        text = f"the TensorRT {version} runtime, on a GPU of {capability} like the one it was built on"
     if plugin is None:
-        return f"{text}; it needs no plugin"
-    if embedded:
-        return f"{text}; the plugin is inside: set engine_host_code_allowed before loading"
-    return f"{text}, after {plugin.name} was loaded (IPluginRegistry.load_library)"
+        needs = "it needs no plugin"
+    elif embedded:
+        needs = "the plugin is inside: set engine_host_code_allowed before loading"
+    else:
+        needs = f"load {plugin.name} first (IPluginRegistry.load_library)"
+    if backend == "tensorrt_rtx":
+        return (
+            f"the TensorRT-RTX {version} runtime only, on a GPU of {capability}; {needs}; not TensorRT, trtexec, Triton, "
+            "DeepStream or ONNX Runtime's TensorRT provider"
+        )
+    return f"the TensorRT {version} runtime, on a GPU of {capability} like the one it was built on; {needs}"
 
 
 def _plugin_file(plugin: Path, embedded: bool) -> PluginFile:
@@ -573,15 +631,6 @@ def _place(source: Path, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.copyfile(source, partial)
     partial.replace(target)
-
-
-def add_to_manifest(bundle: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    """Enter files made after the conversion (paths inside the bundle), so that `verify` knows them."""
-    files = dict(sorted({**manifest.files, **{name: file_hash(bundle / name) for name in names}}.items()))
-    text = manifest.model_copy(update={"files": files}).to_json()
-    partial = bundle / f".{MANIFEST}.partial"
-    partial.write_text(text, "utf-8")
-    partial.replace(bundle / MANIFEST)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -310,6 +310,12 @@ def _configure(trt: Any, config: Any, request: Request) -> None:
 def _add_profiles(builder: Any, network: Any, config: Any, request: Request, title: str) -> dict[str, Profile]:
     """One optimisation profile over every input with open dimensions; empty where every shape is fixed."""
     found: dict[str, Profile] = {}
+    names = [str(network.get_input(i).name) for i in range(network.num_inputs)]
+    if unknown := [name for name in request.profiles if name not in names]:
+        raise InputError(
+            f"{Path(request.model).name}: has no input '{unknown[0]}' to give sizes to with --profile. Its inputs are "
+            f"{', '.join(names)}."
+        )
     for i in range(network.num_inputs):
         tensor = network.get_input(i)
         shape = tuple(int(size) for size in tensor.shape)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, Manifest, read_manifest
+from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, Manifest, add_to_manifest, read_manifest
 from sparsedeploy.devices import find
-from sparsedeploy.engine import add_to_manifest
+from sparsedeploy.engine import Profile, check_model
 from sparsedeploy.engine_file import engine_name
 from sparsedeploy.errors import MachineError, SparseDeployError
 from sparsedeploy.plugins.plugin_build import (
@@ -50,23 +50,31 @@ def make_target_folder(
     *,
     headers: Sequence[Path] = (),
     batch: tuple[int, int, int] | None = None,
+    profiles: Mapping[str, Profile] | None = None,
     tf32: bool = False,
     workspace_mb: int | None = None,
+    arch: Arch | None = None,
 ) -> TargetFolder:
     """Write `out/TARGET/` (model, plugin libraries, build.sh) and enter it in the manifest.
 
+    Only a model that is as it was verified and whose nodes carry code for the target goes in; raises CheckFailed else.
+    profiles give the sizes of an input outright, arch the libraries' processor where it is not the target's usual one.
     headers are folders of TensorRT's C++ headers, one per major version; without one for version 10 those of 10.14 are
     fetched. A version without headers gets no library, which the notes say; raises MachineError when none is left.
     """
     manifest = read_manifest(out)
     sparse = manifest.sparse_layers > 0
+    check_model(out, manifest, "sparse" if sparse else "dense")
     folder = out / manifest.target
     folder.mkdir(exist_ok=True)
-    libraries, notes = _libraries(manifest, folder, headers) if sparse else ({}, ())
+    libraries, notes = _libraries(manifest, folder, headers, arch) if sparse else ({}, ())
     names = {major: path.name for major, path in libraries.items()}
     model = out / (SPARSE_MODEL if sparse else DENSE_MODEL)
     majors = tuple(names) or majors_of(manifest.target)
     recipe = recipe_for(manifest, model, names, majors=majors, batch=batch, tf32=tf32, workspace_mb=workspace_mb)
+    recipe = replace(
+        recipe, profiles={name: (profiles or {}).get(name, sizes) for name, sizes in recipe.profiles.items()}
+    )
     files = write_target_folder(folder, model, recipe, libraries)
     made = [path.relative_to(out).as_posix() for path in files]
     _remove_old(out, manifest, made)
@@ -82,9 +90,11 @@ def _remove_old(out: Path, manifest: Manifest, made: Sequence[str]) -> None:
             (out / name).unlink(missing_ok=True)
 
 
-def _libraries(manifest: Manifest, folder: Path, headers: Sequence[Path]) -> tuple[dict[int, Path], tuple[str, ...]]:
+def _libraries(
+    manifest: Manifest, folder: Path, headers: Sequence[Path], arch: Arch | None
+) -> tuple[dict[int, Path], tuple[str, ...]]:
     """A plugin library for every major version of the target that headers are at hand for, and what is missing."""
-    arch: Arch = "aarch64" if manifest.sm in _TEGRA else "x86_64"
+    arch = arch or ("aarch64" if manifest.sm in _TEGRA else "x86_64")
     found, notes = _headers(manifest, arch, headers)
     libraries: dict[int, Path] = {}
     for major, path in sorted(found.items()):

@@ -276,8 +276,9 @@ def test_the_plugin_is_compiled_where_none_is_given(
         return target
 
     monkeypatch.setattr(engine, "build_plugin", compile_it)
-    record = build_engine(out, Build(headers=tmp_path))
-    assert asked == [(tmp_path, "rtx", platform.machine())]
+    monkeypatch.setattr(engine, "header_version", lambda headers: (int(headers.name), 1, 0))
+    record = build_engine(out, Build(headers=(tmp_path / "11", tmp_path / "10")))
+    assert asked == [(tmp_path / "10", "rtx", platform.machine())], "of several headers those that fit"
     assert record.plugin is not None
     assert record.plugin.file == "libsparsedeploy_rtx.so"
     assert (out / record.plugin.file).read_bytes() == ELF
@@ -311,7 +312,7 @@ def test_nodes_without_code(tmp_path: Path, plugin: Path, fake: Callable[[str], 
     strip_code(model)
     changed = refusal(lambda: build_engine(out, Build(plugin=plugin)), CheckFailed)
     assert "model.sparse.onnx was changed after conversion" in changed
-    engine.add_to_manifest(out, read_manifest(out), [model.name])
+    bundle.add_to_manifest(out, read_manifest(out), [model.name])
     text = refusal(lambda: build_engine(out, Build(plugin=plugin)), CheckFailed)
     assert "'c2' carries weights but no code" in text
 
@@ -356,7 +357,7 @@ def test_targets_that_rtx_does_not_build_for(out: Path, fake: Callable[[str], No
     for asked in (None, "tensorrt_rtx"):
         text = refusal(lambda asked=asked: build_engine(out, Build(backend=asked)), MachineError)  # type: ignore[misc]
         assert f"compute capability {sm // 10}.{sm % 10}" in text
-        assert ("does not exist yet" if sm == 53 else f"{target}/ there and run its build.sh") in text
+        assert ("no kit that was tried there yet" if sm == 53 else f"copy {target}/ there and run its build.sh") in text
 
 
 def test_no_wheel(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from small_models import network, saved
 
 from sparsedeploy import engine
-from sparsedeploy.bundle import MANIFEST, SPARSE_MODEL, check_hashes, read_manifest
+from sparsedeploy.bundle import MANIFEST, SPARSE_MODEL, add_to_manifest, check_hashes, read_manifest
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.rewrite import read_nodes
@@ -181,7 +181,7 @@ def test_weights_in_a_side_file(small: Path, plugin: Path) -> None:
     model = load(whole.rename(small / "whole.onnx"))
     written = save(model, whole, side_file_above=100)
     assert len(written) == 2
-    engine.add_to_manifest(small, read_manifest(small), [path.name for path in written])
+    add_to_manifest(small, read_manifest(small), [path.name for path in written])
     record = build_engine(small, Build(plugin=plugin))
     assert set(record.sources) == {SPARSE_MODEL, f"{SPARSE_MODEL}.data"}
     assert record.sparse_layers == 3
@@ -246,7 +246,7 @@ def edit_node(out: Path, name: str, edit: Callable[[onnx.NodeProto], None]) -> P
     (node,) = (node for node in model.graph.node if node.name == name)
     edit(node)
     onnx.save(model, path)
-    engine.add_to_manifest(out, read_manifest(out), [SPARSE_MODEL])
+    add_to_manifest(out, read_manifest(out), [SPARSE_MODEL])
     return out
 
 
@@ -266,7 +266,7 @@ def test_a_residual_of_another_shape(small: Path, plugin: Path) -> None:
     pool = onnx.helper.make_node("MaxPool", ["x"], ["short"], "pool", kernel_shape=[2, 2], strides=[2, 2])
     model.graph.node.insert(0, pool)
     onnx.save(model, small / SPARSE_MODEL)
-    engine.add_to_manifest(small, read_manifest(small), [SPARSE_MODEL])
+    add_to_manifest(small, read_manifest(small), [SPARSE_MODEL])
     text = refusal(lambda: build_engine(small, Build(plugin=plugin)), CheckFailed)
     assert "SparseConv2d c2" in text
     assert "they must have one shape" in text
