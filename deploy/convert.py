@@ -305,8 +305,8 @@ def _verify(
     result = verify(subject, random_feeds(reading.model, reading.inputs, request.seed), f"seed {request.seed}")
     if request.inputs:
         feeds = load_feeds(request.inputs, reading.model, reading.inputs)
-        more = verify(subject, feeds, request.inputs.name)
-        result = more.model_copy(update={"comparisons": result.comparisons + more.comparisons})
+        more = verify(subject, feeds, request.inputs.name, code=False)
+        result = more.model_copy(update={"comparisons": result.comparisons + more.comparisons, "code": result.code})
     return result
 
 
@@ -338,6 +338,7 @@ def _finish(
         evidence=Evidence(
             weights=all(check.passed for check in verification.weights) and bool(built),
             outputs=verification.against_original,
+            code=bool(verification.code) and all(check.passed for check in verification.code),
         ),
         files=bundle.hashes(folder),
     )
@@ -364,9 +365,22 @@ def verdict(verification: Verification) -> str:
     layers = [output for entry in verification.comparisons if entry.model == LAYERS for output in entry.outputs]
     used = max((1 / output.margin if output.margin else float("inf") for output in layers), default=0.0)
     each = f"; outputs of {len(layers)} sparse layers use at most {used:.1%} of the same tolerance" if layers else ""
+    each += _interpreted(verification)
     return (
         f"{subject} run against {finals[0].reference}: worst output {worst.name}, max abs {worst.max_abs:.2g} of largest "
         f"{worst.largest:.3g} (allowed {worst.tolerance:g}), cosine {worst.cosine:.7f}{agree}{each}"
+    )
+
+
+def _interpreted(verification: Verification) -> str:
+    """How much of the nodes' code was run on the CPU; nothing where they carry none."""
+    if not verification.code:
+        return ""
+    share = sum(check.pixels for check in verification.code) / sum(check.of for check in verification.code)
+    worst = max(check.worst for check in verification.code)
+    return (
+        f"; code of {len(verification.code)} layers interpreted for {share:.0%} of their outputs, errors at most "
+        f"{worst:.1%} of what rounding may cost"
     )
 
 

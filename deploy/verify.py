@@ -20,6 +20,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from sparsedeploy.code import CodeCheck, check_code
 from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.precision import with_every_rounding
@@ -108,13 +109,16 @@ class Verification(Document):
     sparse_nodes_verified: int
     weights: tuple[WeightCheck, ...]
     comparisons: tuple[Comparison, ...]
+    code: tuple[CodeCheck, ...] = ()
+    """The nodes' own code, interpreted; empty where they carry none."""
     first_diverging_layer: str | None = None
     note: str = ""
 
     @property
     def passed(self) -> bool:
-        """Whether all weights and outputs are within tolerance."""
-        return all(check.passed for check in self.weights) and all(entry.passed for entry in self.comparisons)
+        """Whether all weights, outputs and code are within tolerance."""
+        checks = (*self.weights, *self.code, *self.comparisons)
+        return all(check.passed for check in checks)
 
     @property
     def against_original(self) -> bool:
@@ -180,19 +184,24 @@ def _same_bias(got: Floats | None, bias: Floats | None, exact: bool) -> bool:
     )
 
 
-def verify(subject: Subject, feeds: Feeds, feeds_name: str) -> Verification:
-    """Weights of every node, then the dense and the sparse model against the original. Raises nothing on a mismatch."""
+def verify(subject: Subject, feeds: Feeds, feeds_name: str, code: bool = True) -> Verification:
+    """Weights of every node, its code, then the dense and the sparse model against the original.
+
+    Raises nothing on a mismatch. Without `code` no code is interpreted: it does not depend on the inputs.
+    """
     layers = read_nodes(subject.sparse)
     nodes = list(layers.values())
     weights = tuple(
         check_weights(node, *subject.weights[node.layer], rounded_bias=subject.rounded_biases) for node in nodes
     )
     readable = all(check.passed or check.max_rel < float("inf") for check in weights)
+    interpreted = tuple(check_code(node) for node in nodes if node.executable) if readable and code else ()
     with tempfile.TemporaryDirectory(prefix="sparsedeploy-") as folder:
         try:
             reference = run_file(subject.original, feeds)
         except RuntimeError as error:
-            return _without_runtime(subject, nodes if readable else [], weights, Path(folder), feeds, str(error))
+            found = _without_runtime(subject, nodes if readable else [], weights, Path(folder), feeds, str(error))
+            return found.model_copy(update={"code": interpreted})
         name = f"{_ORIGINAL}{subject.original.name}"
         try:
             dense = compare(reference, run_file(subject.dense_file, feeds), subject.tolerance)
@@ -214,6 +223,7 @@ def verify(subject: Subject, feeds: Feeds, feeds_name: str) -> Verification:
         sparse_nodes_verified=len(nodes),
         weights=weights,
         comparisons=tuple(comparisons),
+        code=interpreted,
         first_diverging_layer=diverging,
         note=note,
     )
@@ -547,6 +557,14 @@ def require(verification: Verification) -> None:
                 f"verify: layer {check.layer}: the weights its {check.kernel} node carries differ from the model's "
                 f"({what}). Do not use this bundle: convert again, and if that fails too, leave the layer dense with "
                 f"--layer '{check.layer}=dense' and report this model."
+            )
+    for found in verification.code:
+        if not found.passed:
+            what = found.problem or f"an output is off by {found.worst:.3g} times what rounding may cost"
+            raise CheckFailed(
+                f"verify: layer {found.layer}: its code for sm_{found.arch}, interpreted, does not compute the layer "
+                f"({what}). Do not use this bundle: leave the layer dense with --layer '{found.layer}=dense' and report "
+                "this model."
             )
     for entry in verification.comparisons:
         for output in entry.outputs:

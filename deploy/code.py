@@ -1,0 +1,106 @@
+"""Proof that the code of a node computes its layer: the shipped PTX is interpreted on the CPU and compared with float64.
+
+Not a copy of the code, not its source: the text that the driver will assemble. The reference is the dense convolution by
+the weights read back from the node, which verify compares with the model's. Some thread blocks are run, the first and
+the last among them, so that image borders, the last partial tile and the epilogue are part of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparsedeploy.plugins import kernel_named
+from sparsedeploy.plugins.baked.interpret import InterpretError, run_plan
+from sparsedeploy.plugins.epilogue import apply
+from sparsedeploy.plugins.kernel import Floats
+from sparsedeploy.plugins.launch import Launch, choose
+from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.plugins.reference import conv2d
+from sparsedeploy.record import Record
+
+BLOCKS = 4
+"""Thread blocks (or clusters) of a layer that are interpreted; a layer with no more is run whole."""
+_UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11}
+
+
+class CodeCheck(Record):
+    """One layer's code at batch 1."""
+
+    layer: str
+    arch: int
+    pixels: int
+    """Output elements computed by the interpreted blocks."""
+    of: int
+    """Output elements of the layer."""
+    worst: float
+    """Largest error as a share of what rounding may cost that element; above 1 fails."""
+    passed: bool
+    problem: str = ""
+
+
+def check_code(node: SparseConv, blocks: int = BLOCKS, seed: int = 0) -> CodeCheck:
+    """Interpret a node's PTX for its newest architecture and compare every element that it writes.
+
+    Allowed per element: (nonzeros of the channel + 8) roundings of the sum of magnitudes with fp32 sums; 8 plus their
+    square root with sums in half. Raises ValueError when the node carries no code.
+    """
+    if not node.executable:
+        raise ValueError(f"{node.layer}: carries no code")
+    g, rng = node.geometry, np.random.default_rng(seed)
+    element = np.float32 if node.precision == "fp32" else np.float16
+    x = rng.random((1, g.ic, g.h, g.w)).astype(element)
+    residual = rng.random((1, g.oc, g.oh, g.ow)).astype(element) if node.has_residual else None
+    arch = max(image.arch for image in node.images)
+    some = _some(node, blocks, rng)
+    try:
+        got = run_plan(
+            node.plan, node.images, node.precision, x, residual, node.constants, g, arch=arch, blocks=some
+        )  # fmt: skip
+    except (InterpretError, ValueError) as error:
+        return CodeCheck(
+            layer=node.layer, arch=arch, pixels=0, of=g.oc * g.oh * g.ow, worst=float("inf"), passed=False,
+            problem=" ".join(str(error).split()),
+        )  # fmt: skip
+    weight, bias = kernel_named(node.kernel).unpack(node)
+    wide = None if residual is None else residual.astype(np.float64)
+    expected = apply(node.epilogue, conv2d(x.astype(np.float64), weight, bias, g), wide)
+    written = np.isfinite(got)
+    error = np.abs(got.astype(np.float64) - expected) / _allowed(node, weight, bias)
+    worst = float(error[written].max(initial=0.0))
+    missing = got.size - int(written.sum())
+    unwritten = missing == got.size or (missing > 0 and not some)
+    return CodeCheck(
+        layer=node.layer, arch=arch, pixels=got.size - missing, of=got.size, worst=worst,
+        passed=worst <= 1.0 and not unwritten, problem=f"{missing} outputs are not written" if unwritten else "",
+    )  # fmt: skip
+
+
+def _some(node: SparseConv, count: int, rng: np.random.Generator) -> dict[int, list[int]]:
+    """Blocks of the first launch to run: whole clusters, the first and the last and some between. {} is all."""
+    g = node.geometry
+    variant = choose(node.plan, node.precision, 1)
+    launches = [(i, op) for i, op in enumerate(variant.ops) if isinstance(op, Launch)] if variant else []
+    if not launches:
+        return {}
+    number, op = launches[0]
+    sizes = {"N": 1, "H": g.h, "W": g.w, "OH": g.oh, "OW": g.ow}
+    total = int(np.prod([size.value(sizes) for size in op.grid]))
+    groups = total // op.cluster
+    if groups <= count or op.cluster * groups != total:
+        return {}
+    between = rng.choice(np.arange(1, groups - 1), count - 2, replace=False)
+    chosen = sorted({0, groups - 1, *(int(group) for group in between)})
+    return {number: [group * op.cluster + i for group in chosen for i in range(op.cluster)]}
+
+
+def _allowed(node: SparseConv, weight: Floats, bias: Floats | None) -> NDArray[np.float64]:
+    """[1, oc, 1, 1]: what rounding may cost one element of each channel, inputs being at most 1."""
+    rows = weight.reshape(weight.shape[0], -1).astype(np.float64)
+    magnitude = (
+        np.abs(rows).sum(axis=1) + (0.0 if bias is None else np.abs(bias.astype(np.float64))) + node.has_residual
+    )
+    nnz = np.count_nonzero(rows, axis=1)
+    steps = nnz + 8.0 if node.precision == "fp32" else np.sqrt(nnz) + 8.0
+    allowed: NDArray[np.float64] = (_UNIT[node.precision] * steps * np.maximum(magnitude, 1e-30))[None, :, None, None]
+    return allowed
