@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,7 +102,7 @@ def convert(request: Request) -> Conversion:
     built, plan = _build(request, reading, plan, weights)
     scanned = judge(scanned, plan, str(request.model))
     if nothing_to_convert(scanned, plan) is None:
-        scanned = scanned.model_copy(update={"next_command": f"sparsedeploy verify {shlex.quote(str(request.out))}"})
+        scanned = scanned.model_copy(update={"next_command": "sparsedeploy verify ."})  # the same wherever it lies
     _fit_target(request, reading)
     with bundle.writing(request.out) as folder:
         request.tell("writing the models")
