@@ -145,8 +145,7 @@ def _publish(temporary: Path, out: Path) -> None:
             try:
                 os.rename(temporary, out)
             except OSError as error:
-                if not out.exists() and (aside / "bundle").exists():
-                    os.rename(aside / "bundle", out)
+                _bring_back(aside / "bundle", out)
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             else:
@@ -154,6 +153,17 @@ def _publish(temporary: Path, out: Path) -> None:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     raise MachineError(f"{out}: other conversions keep writing there. Wait for them, or choose another folder with -o.")
+
+
+def _bring_back(aside: Path, out: Path) -> None:
+    """The old bundle to its place, unless another conversion has put its own there."""
+    if out.exists() or not aside.exists():
+        return
+    try:
+        os.rename(aside, out)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def _moved(source: Path, target: Path) -> bool:

@@ -10,7 +10,16 @@ import pytest
 from small_models import network, saved
 
 from sparsedeploy import convert as convert_module
-from sparsedeploy.bundle import MANIFEST, check_hashes, default_path, hashes, read_manifest, refuse_foreign, writing
+from sparsedeploy.bundle import (
+    MANIFEST,
+    add_to_manifest,
+    check_hashes,
+    default_path,
+    hashes,
+    read_manifest,
+    refuse_foreign,
+    writing,
+)
 from sparsedeploy.convert import Conversion, Request, convert
 from sparsedeploy.devices import find
 from sparsedeploy.errors import CheckFailed, InputError, MachineError
@@ -241,6 +250,33 @@ def test_hashes_notice_every_change(model: Path, tmp_path: Path) -> None:
         (out / name).write_bytes(data)
     (out / "extra").touch()
     with pytest.raises(CheckFailed, match="extra is not in the manifest"):
+        check_hashes(out)
+
+
+def test_what_build_sh_leaves_is_no_change(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(model, out)
+    (out / "a100").mkdir()
+    for name in ("model.engine", "model.dense.engine", "model.engine.layers.json", "timing.cache"):
+        (out / "a100" / name).touch()
+    assert check_hashes(out) == 5
+    for name in ("model.engine", "other/model.engine", "a100/deeper/model.engine", "a100/run.sh"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).touch()
+        with pytest.raises(CheckFailed, match=f"{name} is not in the manifest"):
+            check_hashes(out)
+        (out / name).unlink()
+
+
+def test_files_made_later_are_entered(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(model, out)
+    (out / "a100").mkdir()
+    (out / "a100" / "model.engine").write_bytes(b"x")
+    add_to_manifest(out, read_manifest(out), ["a100/model.engine"])
+    assert check_hashes(out) == 6
+    (out / "a100" / "model.engine").write_bytes(b"y")
+    with pytest.raises(CheckFailed, match=r"model\.engine was changed"):
         check_hashes(out)
 
 
