@@ -121,7 +121,7 @@ def _folder(
 
 
 def _can_be_built_there(out: Path, manifest: Manifest) -> str:
-    return f"To build it on a {manifest.target} with TensorRT instead, copy {out / manifest.target}/ there and run its build.sh."
+    return f"To build it on the device with TensorRT instead, copy {out / manifest.target}/ there and run its build.sh."
 
 
 def _triton(out: Path, manifest: Manifest, build: Build, root: Path | None) -> str | None:

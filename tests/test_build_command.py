@@ -6,6 +6,8 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -425,6 +427,26 @@ def test_the_demo_with_tensorrt_rtx(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "loads in the TensorRT-RTX 1.7" in result.stdout
     assert (out / "a100" / "libsparsedeploy_trt10.so").is_file()
     assert call("verify", out, "--hashes-only").exit_code == 0
+
+
+@pytest.mark.rtx
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="needs the TensorRT-RTX wheels")
+def test_the_engines_of_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's lines as they stand there, on a smaller model of that name; the extra is what this test runs with."""
+    monkeypatch.undo()
+    (tmp_path / "sparsedeploy-demo").mkdir()
+    saved(network(), tmp_path / "sparsedeploy-demo", "resnet18-90.onnx")
+    section = (ROOT / "README.md").read_text("utf-8").split("\n## Engines\n", 1)[1]
+    install, *commands = section.split("```sh\n", 1)[1].split("```", 1)[0].splitlines()
+    assert "'.[rtx]'" in install
+    assert len(commands) == 3
+    for command in commands:
+        script = command.split("#")[0].replace("sparsedeploy ", f"'{sys.executable}' -m sparsedeploy.cli ", 1)
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), command
+    for name in (RTX_ENGINE, "model.dense.tensorrt_rtx.sm80.engine"):
+        load_check(tmp_path / "engine" / name, sm=80)
+    check_hashes(tmp_path / "engine")
 
 
 # Words
