@@ -181,3 +181,20 @@ def test_open_dimensions_stay_open_where_the_kernel_allows(tmp_path: Path) -> No
 
     assert dims("p") == ["batch", 32, "height", "width"]
     assert dims("c") == ["batch", 32, 16, 16]
+
+
+@pytest.mark.parametrize("target", ["a100", "jetson-nano"])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("ch_PP-OCRv4_det_infer", (1, 3, 160, 160)), ("ch_ppocr_mobile_v2.0_cls_infer", (1, 3, 48, 192))],
+)
+def test_unpruned_real_models_say_so(name: str, shape: tuple[int, ...], target: str, tmp_path: Path) -> None:
+    assert SHARED is not None
+    path = SHARED / "models" / "rapidocr" / f"{name}.onnx"
+    if not path.is_file():
+        pytest.skip(f"{path.name} is not here")
+    done = convert(Request(path, find(target), tmp_path / "out", shapes={"x": shape}))
+    assert done.nothing is not None
+    assert done.nothing.startswith("0 % zeros (eligible layers hold ")
+    assert done.verification.passed
+    assert not (tmp_path / "out" / SPARSE_MODEL).exists()
