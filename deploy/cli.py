@@ -45,7 +45,7 @@ class _Group(TyperGroup):
         except SparseDeployError as error:
             _fail(str(error), error.exit_code)
         except KeyboardInterrupt:
-            _fail("Interrupted. Nothing was left behind.", 130)
+            _fail("Interrupted. Nothing half-written was left behind.", 130)
         except BrokenPipeError:
             os._exit(0)  # the reader of our output has gone: nobody is left to tell
         except MemoryError:
