@@ -57,10 +57,10 @@ def check_code(node: SparseConv, blocks: int = BLOCKS, seed: int = 0) -> CodeChe
         got = run_plan(
             node.plan, node.images, node.precision, x, residual, node.constants, g, arch=arch, blocks=some
         )  # fmt: skip
-    except (InterpretError, ValueError) as error:
+    except (InterpretError, ValueError) as refusal:
         return CodeCheck(
             layer=node.layer, arch=arch, pixels=0, of=g.oc * g.oh * g.ow, worst=float("inf"), passed=False,
-            problem=" ".join(str(error).split()),
+            problem=" ".join(str(refusal).split()),
         )  # fmt: skip
     weight, bias = kernel_named(node.kernel).unpack(node)
     wide = None if residual is None else residual.astype(np.float64)

@@ -125,8 +125,8 @@ class Verification(Document):
     @property
     def passed(self) -> bool:
         """Whether all weights, outputs and code are within tolerance."""
-        checks = (*self.weights, *self.code, *self.comparisons)
-        return all(check.passed for check in checks)
+        groups: tuple[Iterable[WeightCheck | CodeCheck | Comparison], ...] = (self.weights, self.code, self.comparisons)
+        return all(check.passed for group in groups for check in group)
 
     @property
     def against_original(self) -> bool:

@@ -231,7 +231,7 @@ def ranked(
 
 
 def _two_digits(nnz: int) -> int:
-    unit = 10 ** max(0, len(str(nnz)) - 2)
+    unit: int = 10 ** max(0, len(str(nnz)) - 2)
     return -(-nnz // unit) * unit
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+
 from sparsedeploy.errors import MachineError
 from sparsedeploy.plugins import assemble as module
 from sparsedeploy.plugins.assemble import (
