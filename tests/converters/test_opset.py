@@ -391,7 +391,12 @@ def check_lowered(
     assert [(entry.domain, entry.version) for entry in after.proto.opset_import] == [("", opset)]
     assert after.proto.ir_version == 8
     onnx.checker.check_model(after.proto, full_check=True)
-    difference = compare_in_ort(model, after.proto, feeds)
+    try:
+        difference = compare_in_ort(model, after.proto, feeds)
+    except CheckFailed as error:
+        if "ValidateOpsetForDomain" in str(error):
+            pytest.skip("this ONNX Runtime is older than the opset")
+        raise
     assert difference <= tolerance, difference
     return after
 
