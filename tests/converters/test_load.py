@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from conftest import SHARED
+from conftest import OLD_ONNXRUNTIME, SHARED
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from sparsedeploy.converters.fold_constants import fold_constants
@@ -616,6 +616,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(content)
 
 
+@pytest.mark.skipif(OLD_ONNXRUNTIME, reason="this ONNX Runtime aborts the process on one of these files")
 @pytest.mark.parametrize("kind", ["plain", "mask", "function"])
 def test_damaged_files_never_crash(tmp_path: Path, kind: str) -> None:
     """Whatever a few wrong bytes do to a model, it is either used or refused in one paragraph."""
