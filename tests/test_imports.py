@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("build",),
     ("convert", "pruning"),
     ("reverify",),
+    ("runtime",),
     ("demo",),
     ("cli",),
 )
