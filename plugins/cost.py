@@ -134,12 +134,17 @@ def slots(per_sm: int, cluster: int, c: Ceilings) -> int:
     return int(per_sm * c.sm_count * 0.91 + 1e-6) // cluster * cluster
 
 
-def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
-    """Time in microseconds and the bound that is largest; a huge time when a block does not fit."""
-    per_sm = resident(work, c)
-    at_once = slots(per_sm, work.cluster, c) if per_sm else 0
-    if at_once < 1 or work.blocks < 1:
-        return 1e9, "launch"
+@dataclass(frozen=True)
+class Clocks:
+    """Clocks that a launch takes by each of an SM's resources, waves counted: alone, and together."""
+
+    issue: float
+    shared: float
+    fetch: float
+    together: float
+
+
+def _clocks(work: Work, c: Ceilings, at_once: int) -> Clocks:
     warps = -(-work.threads // 32)
     full, left = divmod(work.blocks, at_once)
     clocks = issue = shared = fetch = 0.0
@@ -162,14 +167,43 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
         streamed = max(streamed, waits)
         clocks += times * (max(busy, words, streamed) + 0.12 * (busy + words + streamed - max(busy, words, streamed)))
         issue, shared, fetch = issue + times * busy, shared + times * words, fetch + times * streamed
+    return Clocks(issue, shared, fetch, clocks)
+
+
+def _fits(work: Work, c: Ceilings) -> int:
+    """Blocks that run at once; 0 where none does."""
+    per_sm = resident(work, c)
+    return slots(per_sm, work.cluster, c) if per_sm and work.blocks >= 1 else 0
+
+
+def bounds_us(work: Work, c: Ceilings) -> dict[str, float]:
+    """Time by each resource alone, by name, in microseconds; empty when a block does not fit the device."""
+    at_once = _fits(work, c)
+    if at_once < 1:
+        return {}
+    return _bounds(work, c, _clocks(work, c, at_once))
+
+
+def _bounds(work: Work, c: Ceilings, clocks: Clocks) -> dict[str, float]:
     us = 1e-3 / c.clock_ghz
     in_l2 = (work.read_bytes + work.write_bytes) < c.l2_mb * 1e6 * 0.5
     memory = (work.read_bytes + work.write_bytes) / ((c.l2_tbs if in_l2 else c.hbm_tbs) * 1e6)
     fill = (work.fill_bytes + work.write_bytes) / (c.l2_tbs * 1e6)
-    bounds = {"compute": issue * us, "shared": shared * us, "fetch": fetch * us, "l2": fill, "memory": memory}
+    return {
+        "compute": clocks.issue * us, "shared": clocks.shared * us, "fetch": clocks.fetch * us, "l2": fill, "memory": memory
+    }  # fmt: skip
+
+
+def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
+    """Time in microseconds and the bound that is largest; a huge time when a block does not fit."""
+    at_once = _fits(work, c)
+    if at_once < 1:
+        return 1e9, "launch"
+    clocks = _clocks(work, c, at_once)
+    bounds = _bounds(work, c, clocks)
     bound = max(bounds, key=lambda name: bounds[name])
-    rounds = max(1, full + (1 if left else 0))
-    body = max(clocks * us, fill, memory)
+    rounds = max(1, -(-work.blocks // at_once))
+    body = max(clocks.together * (1e-3 / c.clock_ghz), bounds["l2"], bounds["memory"])
     # A round's stores leave when its sums are done: behind the next round's sums, but for the last.
     drain = work.write_bytes / rounds / (c.l2_tbs * 1e6)
     combine = work.cluster_bytes / (c.cluster_tbs * 1e6) + (c.sync_us if work.cluster_bytes else 0.0)
