@@ -49,6 +49,7 @@ from sparsedeploy.engine_file import (
     load_check,
     record_path,
 )
+from sparsedeploy.engine_run import ExecutionContext, LoadedEngine
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
 from sparsedeploy.gpu import first_gpu
 from sparsedeploy.plugins.assemble import cache_dir
@@ -69,7 +70,8 @@ __all__ = [
     "Backend",
     "Build",
     "EngineRecord",
-    "Loaded",
+    "ExecutionContext",
+    "LoadedEngine",
     "Profile",
     "build_engine",
     "check_model",
@@ -359,27 +361,17 @@ def _runs_on(kind: str, arch: int, sm: int) -> bool:
     return arch <= sm if kind == "ptx" else arch // 10 == sm // 10 and arch <= sm
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """An engine that can make execution contexts, with what must live as long as it."""
-
-    record: EngineRecord
-    module: Any
-    """The back end's Python module, `tensorrt` or `tensorrt_rtx_bindings`."""
-    engine: Any
-    runtime: Any
-    logger: Any
-
-
-def load_engine(engine: Path, plugin: Path | None = None) -> Loaded:
+def load_engine(engine: Path, plugin: Path | None = None) -> LoadedEngine:
     """Load an engine on this machine's first GPU, its plugin library first (the one beside it unless another is given).
 
-    Whatever TensorRT would refuse in its own words is refused in ours before; raises InputError or MachineError.
+    Whatever TensorRT would refuse in its own words is refused in ours before; raises InputError or MachineError. The
+    device's primary CUDA context must be current in threads that use it (CUDA's runtime API and torch see to that).
     """
     gpu = first_gpu()
     if gpu is None:
         raise MachineError(
-            f"{engine}: an engine runs on an NVIDIA GPU and this machine shows none (no libcuda.so.1 or no GPU)."
+            f"{engine}: an engine runs on an NVIDIA GPU and this machine shows none (no libcuda.so.1 or no GPU). Copy the "
+            "engine, its record and its plugin library to the device."
         )
     backend = check_header(engine)
     record = load_check(engine, sm=gpu.sm, plugin=plugin)
@@ -390,15 +382,42 @@ def load_engine(engine: Path, plugin: Path | None = None) -> Loaded:
     if record.plugin is not None and record.plugin.embedded:
         runtime.engine_host_code_allowed = True
     elif record.plugin is not None:
-        registry = runtime.get_plugin_registry()
-        registry.load_library(str((plugin or engine.with_name(record.plugin.file)).resolve()))
+        library = (plugin or engine.with_name(record.plugin.file)).resolve()
+        _load_library(
+            runtime.get_plugin_registry(), library, record.plugin.sha256, f"{TITLES[backend]} {trt.__version__}", errors
+        )
+    told = len(errors)
     made = runtime.deserialize_cuda_engine(engine.read_bytes())
     if made is None:
         raise MachineError(
-            f"{engine}: {TITLES[backend]} {trt.__version__} refused it: {'; '.join(errors) or 'it gave no reason'}. Build it again "
-            "on this machine with `sparsedeploy build`."
+            f"{engine}: {TITLES[backend]} {trt.__version__} refused it: {'; '.join(errors[told:]) or 'it gave no reason'}. Build it "
+            "again on this machine with `sparsedeploy build`."
         )
-    return Loaded(record, trt, made, runtime, logger)
+    return LoadedEngine(engine, record, trt, made, runtime, logger, errors)
+
+
+_libraries: dict[str, str] = {}
+"""SHA-256 of the plugin library loaded in this process, by back end with its version: a registry takes one per name."""
+
+
+def _load_library(registry: Any, library: Path, sha256: str, title: str, errors: list[str]) -> None:
+    """Make the plugin known to a registry, once a process: a second library of the same name is refused by TensorRT."""
+    if any(creator.name == OP_TYPE for creator in registry.all_creators):
+        held = _libraries.get(title)
+        if held in (None, sha256):  # None: the program loaded it itself
+            return
+        raise MachineError(
+            f"{library}: another build of the plugin is loaded in this process already, and {title} takes one. Load engines of "
+            "different plugin builds in processes of their own, or build them again with one library."
+        )
+    told = len(errors)
+    registry.load_library(str(library))
+    if not any(creator.name == OP_TYPE for creator in registry.all_creators):
+        raise MachineError(
+            f"{library}: {title} finds no plugin {OP_TYPE} in it: {'; '.join(errors[told:]) or 'it gives no reason'}. Build it again "
+            "with `sparsedeploy build --plugin-only`."
+        )
+    _libraries[title] = sha256
 
 
 def _plugin(options: Build, backend: Backend, work: Path) -> Path:

@@ -36,7 +36,8 @@ _NO_DRIVER = re.compile(r"\s*\[checkMacros\.cpp\S* Error Code 1: Cuda Runtime \(
 _LAYER = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<type>[^,]*), (?P<rest>.*)$", re.MULTILINE)
 _ONNX_NAME = re.compile(r"Metadata: .*?\[ONNX Layer: (.*?)\]")
 _TENSOR = re.compile(r"Dimensions: (\[[^\]]*\]).*?(?:Datatype: (\w+), )?Format(?:/Datatype)?: (.*?) \}")
-_DTYPES = {"FLOAT": "fp32", "HALF": "fp16"}
+DTYPES = {"FLOAT": "fp32", "HALF": "fp16"}
+"""TensorRT's names in ours; the other types keep their names in lower case, which are numpy's."""
 
 
 class Profile(Record):
@@ -337,7 +338,7 @@ def profile_of(name: str, shape: tuple[int, ...], request: Request) -> Profile |
     if given is None and -1 not in shape:
         if shape and len(shape) >= 4 and not request.batch[0] <= shape[0] <= request.batch[2]:
             raise InputError(
-                f"{Path(request.model).name}: input '{name}' is fixed at {_spell(shape)}, asked for was a batch of "
+                f"{Path(request.model).name}: input '{name}' is fixed at {spell(shape)}, asked for was a batch of "
                 f"{_range(request.batch)}. Export the model with an open batch and convert it again, or leave the batch out."
             )
         return None
@@ -345,8 +346,8 @@ def profile_of(name: str, shape: tuple[int, ...], request: Request) -> Profile |
         base = request.inputs.get(name)
         if base is None or len(base) != len(shape):
             raise InputError(
-                f"{Path(request.model).name}: input '{name}' is {_spell(shape)} and the manifest gives "
-                f"{_spell(base) if base else 'no shape'} for it. Give its sizes with --profile {name}=MIN:OPT:MAX."
+                f"{Path(request.model).name}: input '{name}' is {spell(shape)} and the manifest gives "
+                f"{spell(base) if base else 'no shape'} for it. Give its sizes with --profile {name}=MIN:OPT:MAX."
             )
         sizes = [
             tuple(
@@ -369,7 +370,7 @@ def _check_profile(name: str, shape: tuple[int, ...], profile: Profile) -> None:
     )
     if not fits or not all(a <= b <= c for a, b, c in zip(*three, strict=True)):
         raise InputError(
-            f"input '{name}' is {_spell(shape)}; the sizes {':'.join(_spell(sizes) for sizes in three)} do not fit it: each "
+            f"input '{name}' is {spell(shape)}; the sizes {':'.join(spell(sizes) for sizes in three)} do not fit it: each "
             "must agree with the fixed dimensions, be at least 1, and go from smallest over usual to largest."
         )
 
@@ -377,11 +378,12 @@ def _check_profile(name: str, shape: tuple[int, ...], profile: Profile) -> None:
 def describe_profiles(profiles: dict[str, Profile]) -> str:
     """`input 1x3x224x224 : 8x3x224x224 : 32x3x224x224`."""
     return ", ".join(
-        f"{name} {_spell(p.minimum)} : {_spell(p.optimum)} : {_spell(p.maximum)}" for name, p in profiles.items()
+        f"{name} {spell(p.minimum)} : {spell(p.optimum)} : {spell(p.maximum)}" for name, p in profiles.items()
     )
 
 
-def _spell(shape: Iterable[int]) -> str:
+def spell(shape: Iterable[int]) -> str:
+    """`1x3x224x224`, ? for an open dimension."""
     return "x".join("?" if size == -1 else str(size) for size in shape) or "a scalar"
 
 
@@ -404,7 +406,7 @@ def _use_timing_cache(config: Any, path: str | None) -> Any:
 def _tensors(tensors: Iterable[Any]) -> dict[str, Tensor]:
     return {
         str(tensor.name): Tensor(
-            dtype=_DTYPES.get(tensor.dtype.name, tensor.dtype.name.lower()),
+            dtype=DTYPES.get(tensor.dtype.name, tensor.dtype.name.lower()),
             shape=tuple(int(size) for size in tensor.shape),
         )
         for tensor in tensors

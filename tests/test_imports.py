@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bundle",),
     ("engine_build",),
     ("engine_file",),
+    ("engine_run",),
     ("engine", "trtexec"),
     ("triton",),
     ("target_folder",),

@@ -2,7 +2,8 @@
 
 The "engine" has a real header and then, as JSON, every setting that reached the builder, so that tests see what TensorRT
 would have seen. The environment variable FAKE_TRT makes it fail in one way:
-abort, lose_layer, no_build, no_creator, no_parse, hang, drop_plugin, no_table, old, plugin_speaks, no_load.
+abort, lose_layer, no_build, no_creator, no_parse, hang, drop_plugin, no_table, old, plugin_speaks, no_load, no_context,
+no_run, no_shape. A context "runs" by appending to CALLS and calling EXECUTE, which a test may set.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,15 @@ class DataType(enum.Enum):
 
 
 _TYPES = {1: DataType.FLOAT, 10: DataType.HALF, 6: DataType.INT32}
+
+
+CALLS: list[dict[str, Any]] = []
+"""Every inference: stream, and per tensor (address, shape)."""
+EXECUTE: Callable[[Mapping[str, tuple[int, tuple[int, ...]]]], None] | None = None
+
+
+class TensorIOMode(enum.Enum):
+    NONE, INPUT, OUTPUT = range(3)
 
 
 class ILogger:
@@ -236,6 +247,14 @@ class Builder:
             "profile": config.profile.shapes if config.profile else None,
             "library_path": os.environ.get("LD_LIBRARY_PATH"),
             "folder": sorted(os.listdir(".")),
+            "tensors": [
+                [tensor.name, mode.name, tensor.dtype.name, tensor.shape]
+                for mode, values in (
+                    (TensorIOMode.INPUT, network.graph.input),
+                    (TensorIOMode.OUTPUT, network.graph.output),
+                )
+                for tensor in map(Tensor, values)
+            ],
         }
         return engine_bytes(json.dumps(said).encode() + _plugins(config))
 
@@ -259,8 +278,87 @@ class Inspector:
 
 
 class Engine:
+    def __init__(self, logger: Any, plan: bytes) -> None:
+        self.logger = logger
+        said = json.JSONDecoder().raw_decode(plan[28:].decode("latin-1"))[0]
+        self._tensors = {
+            name: (TensorIOMode[mode], DataType[kind], tuple(shape)) for name, mode, kind, shape in said["tensors"]
+        }
+        self._profile: dict[str, list[list[int]]] = said["profile"] or {}
+
+    num_io_tensors = property(lambda self: len(self._tensors))
+
+    def get_tensor_name(self, i: int) -> str:
+        return list(self._tensors)[i]
+
+    def get_tensor_mode(self, name: str) -> TensorIOMode:
+        return self._tensors[name][0]
+
+    def get_tensor_dtype(self, name: str) -> DataType:
+        return self._tensors[name][1]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name][2]
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        assert profile == 0
+        return [tuple(shape) for shape in self._profile[name]]
+
     def create_engine_inspector(self) -> Inspector:
         return Inspector()
+
+    def create_execution_context(self) -> Context | None:
+        if FAULT == "no_context":
+            self.logger.log(Severity.ERROR, "Requested size was 17 bytes, out of memory")
+            return None
+        return Context(self)
+
+
+class Context:
+    """Open first dimensions of outputs are the first input's."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._addresses: dict[str, int] = {}
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        if FAULT == "no_shape":
+            self._engine.logger.log(Severity.ERROR, "Static dimension mismatch")
+            return False
+        self._shapes[name] = shape
+        return True
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self._names(TensorIOMode.INPUT) if name not in self._shapes]
+
+    def _names(self, mode: TensorIOMode) -> list[str]:
+        names = (self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors))
+        return [name for name in names if self._engine.get_tensor_mode(name) == mode]
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        if name in self._shapes:
+            return self._shapes[name]
+        batch = next(iter(self._shapes.values()))[0]
+        return tuple(batch if size == -1 else size for size in self._engine.get_tensor_shape(name))
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        if address % 256:
+            self._engine.logger.log(Severity.ERROR, "address is not aligned")
+            return False
+        self._addresses[name] = address
+        return True
+
+    def execute_async_v3(self, stream_handle: int) -> bool:
+        names = [*self._names(TensorIOMode.INPUT), *self._names(TensorIOMode.OUTPUT)]
+        if FAULT == "no_run" or set(names) != set(self._addresses):
+            self._engine.logger.log(Severity.ERROR, "Address is not set for output tensor y")
+            return False
+        tensors = {name: (self._addresses[name], self.get_tensor_shape(name)) for name in names}
+        CALLS.append({"stream": stream_handle, "tensors": tensors})
+        if EXECUTE is not None:
+            EXECUTE(tensors)
+        return True
 
 
 class Runtime:
@@ -276,7 +374,7 @@ class Runtime:
             self._logger.log(Severity.ERROR, "The engine cannot run on this GPU")
             return None
         assert self.engine_host_code_allowed or _registry.libraries, "the plugin comes first"
-        return Engine()
+        return Engine(self._logger, plan)
 
 
 def _describe(node: onnx.NodeProto, at: int) -> str:
@@ -307,12 +405,23 @@ def engine_bytes(body: bytes) -> bytes:
     return MAGIC + bytes(12) + size + bytes((1, 7, 1, 116)) + body
 
 
+class Creator:
+    name = "SparseConv2d"
+
+
 class Registry:
     def __init__(self) -> None:
         self.libraries: list[str] = []
 
-    def load_library(self, path: str) -> None:
+    @property
+    def all_creators(self) -> list[Creator]:
+        return [Creator()] if self.libraries and FAULT != "no_creator" else []
+
+    def load_library(self, path: str) -> object | None:
+        if self.libraries:  # as the real one: a second creator of the same name is refused
+            return None
         self.libraries.append(path)
+        return object()
 
     def get_creator(self, name: str, version: str, namespace: str) -> object | None:
         known = (name, version, namespace) == ("SparseConv2d", "1", "") and FAULT != "no_creator"
