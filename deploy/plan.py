@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from sparsedeploy.devices import Device
@@ -12,9 +12,10 @@ from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Precision
 from sparsedeploy.plugins import KERNELS
 from sparsedeploy.plugins.kernel import Config, Kernel, Prediction
+from sparsedeploy.profile import DeviceProfile
 from sparsedeploy.record import Document, Record
+from sparsedeploy.roofline import Bound, dense_us, format_us
 from sparsedeploy.roofline import crossover as roofline_crossover
-from sparsedeploy.roofline import dense_us, format_us
 from sparsedeploy.scan import Scan
 
 DENSE = "dense"
@@ -40,7 +41,13 @@ class Measured(Record):
 
     us_dense: float
     us_sparse: float
+    """By the kernel and configuration chosen, else by the fastest tried."""
     spread_us: float
+    """Half the interquartile range of the noisier of the two."""
+    kernel: str = ""
+    """The kernel that us_sparse is for."""
+    gpu: str = ""
+    """The device's own name."""
 
 
 class LayerPlan(Record):
@@ -56,6 +63,8 @@ class LayerPlan(Record):
     """Sparsity above which the predicted sparse kernel is faster than dense; None: at no sparsity, or unknown."""
     roofline_crossover: float | None = None
     """The same by the roofline's bounds alone: no kernel can pay below it against a dense kernel at its bound."""
+    measured_crossover: float | None = None
+    """The same by measured times at two sparsities, where tune took them."""
     sparsity: float = 0.0
     forced: bool = False
     """Asked for with --layer: sparse although predicted slower, or dense although predicted faster."""
@@ -73,44 +82,77 @@ class Plan(Document):
     layers: tuple[LayerPlan, ...]
 
 
-def make_plan(scan: Scan, device: Device, precision: Precision) -> Plan:
-    """Decide every layer by predicted times; forces nothing."""
+def make_plan(scan: Scan, device: Device, precision: Precision, profile: DeviceProfile | None = None) -> Plan:
+    """Decide every layer by predicted times, or by a device's measured profile where one is given; forces nothing."""
     return Plan(
         model=scan.model,
         model_hash=scan.model_hash,
         target=device.name,
         precision=precision,
         batch=scan.batch,
-        layers=tuple(_decide(layer, device, precision, scan.batch) for layer in scan.layers),
+        layers=tuple(_decide(layer, device, precision, scan.batch, profile) for layer in scan.layers),
     )
 
 
 Candidate = tuple[Kernel, Config, Prediction]
 
 
-def candidates(layer: ConvLayer, device: Device, precision: Precision, batch: int, named: str = "") -> list[Candidate]:
+def candidates(
+    layer: ConvLayer,
+    device: Device,
+    precision: Precision,
+    batch: int,
+    named: str = "",
+    profile: DeviceProfile | None = None,
+) -> list[Candidate]:
     """Each kernel that supports the layer, with its best configuration, fastest predicted first.
 
-    A kernel that is not automatic on the device is left out unless it is `named`.
+    A kernel that is not automatic on the device is left out unless it is `named` or `profile` measured it there.
     """
     found = []
     for kernel in KERNELS:
-        if not (kernel.automatic(device) or kernel.name == named):
+        if not (kernel.automatic(device) or kernel.name == named or (profile and profile.fit(kernel.name, precision))):
             continue
         if layer.zeros and kernel.supports(layer, device, precision) is None:
-            config, prediction = kernel.configs(layer, device, precision, batch)[0]
+            config, prediction = predictions(kernel, layer, device, precision, batch, profile)[0]
             found.append((kernel, config, prediction))
     return sorted(found, key=lambda candidate: candidate[2].us)
 
 
-def _decide(layer: ConvLayer, device: Device, precision: Precision, batch: int) -> LayerPlan:
-    options = candidates(layer, device, precision, batch) if layer.eligible else []
+def predictions(
+    kernel: Kernel,
+    layer: ConvLayer,
+    device: Device,
+    precision: Precision,
+    batch: int,
+    profile: DeviceProfile | None = None,
+) -> tuple[tuple[Config, Prediction], ...]:
+    """The kernel's configurations for a layer it supports, fastest first, with the profile's times where it has them."""
+    predicted = kernel.configs(layer, device, precision, batch)
+    return profile.sparse_us(layer, precision, batch, kernel.name, predicted) if profile else predicted
+
+
+def dense_time(
+    layer: ConvLayer, device: Device, precision: Precision, batch: int, profile: DeviceProfile | None = None
+) -> tuple[Bound, str]:
+    """Predicted time of the dense layer and, from a profile, where it comes from (else ""). The geometry is known."""
+    assert layer.geometry is not None, layer.name
+    bound = dense_us(layer.geometry, device, precision, batch)
+    if profile is None:
+        return bound, ""
+    return profile.dense_us(layer.geometry, precision, batch, layer.epilogue.residual != "none", bound)
+
+
+def _decide(
+    layer: ConvLayer, device: Device, precision: Precision, batch: int, profile: DeviceProfile | None = None
+) -> LayerPlan:
+    options = candidates(layer, device, precision, batch, profile=profile) if layer.eligible else []
     if not options or layer.geometry is None:
         why = "; ".join(dict.fromkeys(reason.text for reason in layer.ineligible)) or "no kernel supports it"
         return LayerPlan(name=layer.name, choice=DENSE, sparsity=layer.sparsity, reason=why)
     kernel, config, best = options[0]
-    dense, dense_bound = dense_us(layer.geometry, device, precision, batch)
-    above = _crossover(layer, device, precision, batch, dense)
+    (dense, dense_bound), dense_source = dense_time(layer, device, precision, batch, profile)
+    above = _crossover(layer, device, precision, batch, dense, profile)
     pays = best.us < dense and layer.sparsity > 0
     times = (
         f"predicted {format_us(best.us)} us sparse ({best.bound}) against {format_us(dense)} us dense ({dense_bound})"
@@ -126,7 +168,11 @@ def _decide(layer: ConvLayer, device: Device, precision: Precision, batch: int) 
         choice=kernel.name if pays else DENSE,
         config=config if pays else {},
         predicted=Predicted(
-            us_dense=dense, us_sparse=best.us, kernel=kernel.name, bound=best.bound, source=best.source
+            us_dense=dense,
+            us_sparse=best.us,
+            kernel=kernel.name,
+            bound=best.bound,
+            source=f"{best.source}; dense {dense_source}" if dense_source else best.source,
         ),
         crossover=above,
         roofline_crossover=roofline_crossover(layer.geometry, device, precision, batch),
@@ -135,50 +181,47 @@ def _decide(layer: ConvLayer, device: Device, precision: Precision, batch: int) 
     )
 
 
-def _at_sparsity(layer: ConvLayer, sparsity: float) -> ConvLayer:
+def at_sparsity(layer: ConvLayer, sparsity: float) -> ConvLayer:
+    """The layer with as many zeros as `sparsity` means, of its counts nnz alone changed: for predictions."""
     assert layer.zeros is not None
     nnz = round(layer.zeros.total * (1 - sparsity))
     zeros = layer.zeros.model_copy(update={"nnz": nnz, "sparsity": 1 - nnz / layer.zeros.total})
     return layer.model_copy(update={"zeros": zeros})
 
 
-def _crossover(layer: ConvLayer, device: Device, precision: Precision, batch: int, dense: float) -> float | None:
+def _crossover(
+    layer: ConvLayer, device: Device, precision: Precision, batch: int, dense: float, profile: DeviceProfile | None
+) -> float | None:
     """The sparsity at which the best predicted kernel becomes faster than dense.
 
     By bisection to 0.1 % over the kernels that predict quickly; for the others along the line, in density, through the
     layer's own zeros and 98 %.
     """
-    found = [
-        _bisected(kernel, layer, device, precision, batch, dense)
-        if kernel.quick
-        else _interpolated(kernel, layer, device, precision, batch, dense)
-        for kernel in KERNELS
-        if kernel.automatic(device) and kernel.supports(layer, device, precision) is None
-    ]
+    found = []
+    for kernel in KERNELS:
+        if kernel.automatic(device) and kernel.supports(layer, device, precision) is None:
+
+            def us(sparsity: float, kernel: Kernel = kernel) -> float:
+                there = at_sparsity(layer, sparsity)
+                return predictions(kernel, there, device, precision, batch, profile)[0][1].us
+
+            found.append(_bisected(us, dense) if kernel.quick else _interpolated(us, layer.sparsity, dense))
     return min((sparsity for sparsity in found if sparsity is not None), default=None)
 
 
-def _us(kernel: Kernel, layer: ConvLayer, device: Device, precision: Precision, batch: int, sparsity: float) -> float:
-    return kernel.configs(_at_sparsity(layer, sparsity), device, precision, batch)[0][1].us
-
-
-def _bisected(
-    kernel: Kernel, layer: ConvLayer, device: Device, precision: Precision, batch: int, dense: float
-) -> float | None:
+def _bisected(us: Callable[[float], float], dense: float) -> float | None:
     low, high = 0.0, 0.999
-    if not _us(kernel, layer, device, precision, batch, high) < dense:
+    if not us(high) < dense:
         return None
     while high - low > 0.001:
         middle = (low + high) / 2
-        low, high = (low, middle) if _us(kernel, layer, device, precision, batch, middle) < dense else (middle, high)
+        low, high = (low, middle) if us(middle) < dense else (middle, high)
     return high
 
 
-def _interpolated(
-    kernel: Kernel, layer: ConvLayer, device: Device, precision: Precision, batch: int, dense: float
-) -> float | None:
-    here, far = layer.sparsity, 0.98 if layer.sparsity < 0.97 else 0.9
-    us_here, us_far = (_us(kernel, layer, device, precision, batch, sparsity) for sparsity in (here, far))
+def _interpolated(us: Callable[[float], float], here: float, dense: float) -> float | None:
+    far = 0.98 if here < 0.97 else 0.9
+    us_here, us_far = us(here), us(far)
     per_sparsity = (us_far - us_here) / (far - here)
     if per_sparsity >= 0:  # so few nonzeros that they do not show: faster or slower at any sparsity
         return 0.0 if us_here < dense else None
@@ -186,7 +229,9 @@ def _interpolated(
     return max(crossing, 0.0) if crossing < 1 else None
 
 
-def override(plan: Plan, scan: Scan, device: Device, choices: Sequence[str]) -> Plan:
+def override(
+    plan: Plan, scan: Scan, device: Device, choices: Sequence[str], profile: DeviceProfile | None = None
+) -> Plan:
     """Apply `--layer PATTERN=CHOICE` in order; CHOICE is dense, sparse or a kernel's name.
 
     `*=sparse` forces every eligible layer; a layer named without a wildcard must be eligible. Raises InputError.
@@ -205,8 +250,8 @@ def override(plan: Plan, scan: Scan, device: Device, choices: Sequence[str]) -> 
             known = ", ".join(list(layers)[:8])
             raise InputError(f"--layer {text}: no convolution is named like {pattern!r}. The model has: {known} ...")
         for name in names:
-            if name == pattern or choice == DENSE or _options(layers[name], device, plan, choice):
-                decided[name] = _forced(layers[name], before[name], device, plan, choice)
+            if name == pattern or choice == DENSE or _options(layers[name], device, plan, choice, profile):
+                decided[name] = _forced(layers[name], before[name], device, plan, choice, profile)
     return plan.model_copy(update={"layers": tuple(decided[entry.name] for entry in plan.layers)})
 
 
@@ -215,11 +260,13 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
-def _options(layer: ConvLayer, device: Device, plan: Plan, choice: str) -> list[Candidate]:
+def _options(
+    layer: ConvLayer, device: Device, plan: Plan, choice: str, profile: DeviceProfile | None
+) -> list[Candidate]:
     """The candidates that a choice other than dense allows, fastest first."""
     if not layer.eligible:
         return []
-    found = candidates(layer, device, plan.precision, plan.batch, named=choice)
+    found = candidates(layer, device, plan.precision, plan.batch, named=choice, profile=profile)
     return [option for option in found if choice in (SPARSE, option[0].name)]
 
 
@@ -227,10 +274,12 @@ def _choices() -> tuple[str, ...]:
     return (DENSE, SPARSE, *(kernel.name for kernel in KERNELS))
 
 
-def _forced(layer: ConvLayer, entry: LayerPlan, device: Device, plan: Plan, choice: str) -> LayerPlan:
+def _forced(
+    layer: ConvLayer, entry: LayerPlan, device: Device, plan: Plan, choice: str, profile: DeviceProfile | None
+) -> LayerPlan:
     if choice == DENSE:
         return entry.model_copy(update={"choice": DENSE, "config": {}, "forced": True, "reason": "dense as asked"})
-    options = _options(layer, device, plan, choice)
+    options = _options(layer, device, plan, choice, profile)
     if not options:
         reasons = [reason.text for reason in layer.ineligible] or [f"kernel {choice} does not support it"]
         raise InputError(
@@ -253,7 +302,9 @@ def with_kernel(
     )
 
 
-def load_plan(path: Path, scan: Scan, device: Device, precision: Precision | None = None) -> Plan:
+def load_plan(
+    path: Path, scan: Scan, device: Device, precision: Precision | None = None, profile: DeviceProfile | None = None
+) -> Plan:
     """Read an edited plan for this model; raises InputError with the field's path.
 
     Choices, configurations and measured times are the file's; times, crossovers and sparsity are predicted anew, since
@@ -288,7 +339,7 @@ def load_plan(path: Path, scan: Scan, device: Device, precision: Precision | Non
         raise InputError(
             f"{path}: layers: no entry for {missing[0]!r} ({len(missing)} missing). Plan this model again with --save-plan."
         )
-    fresh = make_plan(scan, device, precision or saved.precision)
+    fresh = make_plan(scan, device, precision or saved.precision, profile)
     origin = path.name if saved.model_hash == scan.model_hash else f"{path.name} (made for another file, {saved.model})"
     taken = [_taken(path, *entries[now.name], now, layers[now.name], device, fresh, origin) for now in fresh.layers]
     return fresh.model_copy(update={"layers": tuple(taken)})
@@ -298,7 +349,9 @@ def _taken(
     path: Path, i: int, entry: LayerPlan, now: LayerPlan, layer: ConvLayer, device: Device, plan: Plan, origin: str
 ) -> LayerPlan:
     """A saved entry's decision on today's prediction; raises InputError where it cannot be carried out."""
-    now = now.model_copy(update={"measured": entry.measured, "forced": entry.forced})
+    now = now.model_copy(
+        update={"measured": entry.measured, "measured_crossover": entry.measured_crossover, "forced": entry.forced}
+    )
     if entry.choice == DENSE:
         if now.choice == DENSE:
             return now
@@ -307,7 +360,7 @@ def _taken(
     kernels = {kernel.name: kernel for kernel in KERNELS}
     if entry.choice not in _choices():
         raise InputError(f"{path}: layers.{i}.choice: {entry.choice!r} is none of {', '.join(_choices())}.")
-    options = _options(layer, device, plan, entry.choice)
+    options = _options(layer, device, plan, entry.choice, None)
     if not options:
         refusal = layer.ineligible[0] if layer.ineligible else None
         if refusal is None and entry.choice in kernels:
@@ -346,6 +399,14 @@ def totals(layers: Iterable[LayerPlan]) -> Totals:
         planned_us=sum(p.us_dense if entry.choice == DENSE else p.us_sparse for entry, p in known),
         sparse_layers=sum(entry.choice != DENSE for entry in layers),
     )
+
+
+def basis(plan: Plan) -> str:
+    """What the plan's times rest on, to end a sentence with."""
+    sources = [entry.predicted.source for entry in plan.layers if entry.predicted]
+    if any("(profile)" in source for source in sources):
+        return "Predicted from a measured profile, this model not measured"
+    return "Predicted, not measured"
 
 
 def nothing_to_convert(scan: Scan, plan: Plan) -> str | None:
@@ -396,6 +457,6 @@ def judge(scan: Scan, plan: Plan, model: str, options: Sequence[str] = ()) -> Sc
     verdict = (
         f"convert: {total.sparse_layers} of {scan.summary.convolutions} convolutions are predicted faster sparse on "
         f"{plan.target} ({plan.precision}, batch {plan.batch}): all convolutions {format_us(total.dense_us)} us dense, "
-        f"{format_us(total.planned_us)} us as planned ({total.dense_us / (total.planned_us or 1.0):.2f}x). Predicted, not measured."
+        f"{format_us(total.planned_us)} us as planned ({total.dense_us / (total.planned_us or 1.0):.2f}x). {basis(plan)}."
     )
     return scan.model_copy(update={"verdict": verdict, "next_command": f"sparsedeploy convert {model} {target}"})

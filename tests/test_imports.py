@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("reading",),
     ("scan",),
+    ("profile",),
     ("plan",),
     ("code",),
     ("verify",),
