@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("record",),
-    ("layer",),
+    ("layer", "statistics", "gpu_state"),
     ("devices",),
     ("gpu",),
     ("roofline",),
@@ -38,6 +38,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("convert", "pruning"),
     ("reverify",),
     ("runtime",),
+    ("timing", "results"),
+    ("bench_figures",),
+    ("bench_report",),
+    ("bench",),
+    ("compare", "sweep"),
     ("demo",),
     ("cli",),
 )
