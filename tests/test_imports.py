@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("scan",),
     ("profile",),
     ("plan",),
+    ("candidate_build",),
     ("code",),
     ("verify",),
     ("figures",),
