@@ -16,16 +16,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import IO
+from typing import IO, Any, Protocol
 
 from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError, SparseDeployError
-from sparsedeploy.layer import ConvLayer
-from sparsedeploy.plugins import kernel_named
+from sparsedeploy.layer import ConvLayer, Precision
+from sparsedeploy.plugins import KERNELS, kernel_named
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Config, Floats, UnfitWeightsError
 
 
@@ -71,33 +71,112 @@ def build_one(job: Job) -> Made:
     return Made(built, "", seconds)
 
 
-def build_many(
-    jobs: Sequence[Job],
-    budget_s: float,
-    workers: int | None = None,
-    tell: Callable[[int], None] = lambda done: None,
-) -> list[Made]:
-    """Build every job, longest first, results in the order of `jobs`; `tell` hears how many are done.
+@dataclass(frozen=True)
+class Search:
+    """Which configurations of every kernel are worth building for one layer."""
+
+    layer: ConvLayer
+    device: Device
+    precision: Precision
+    batch: int
+    per_kernel: int
+    kernels: tuple[str, ...] = ()
+    """Names; empty: every kernel."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One kernel and configuration, and its predicted time in microseconds."""
+
+    kernel: str
+    config: Config
+    predicted_us: float
+
+
+def search(asked: Search) -> tuple[Option, ...]:
+    """The `per_kernel` configurations of each kernel that are predicted fastest; kernels that no plan would choose unasked too."""
+    found = []
+    for kernel in KERNELS:
+        if asked.kernels and kernel.name not in asked.kernels:
+            continue
+        if kernel.supports(asked.layer, asked.device, asked.precision) is None:
+            configs = kernel.configs(asked.layer, asked.device, asked.precision, asked.batch)[: asked.per_kernel]
+            found += [Option(kernel.name, config, prediction.us) for config, prediction in configs]
+    return tuple(found)
+
+
+class Builder(Protocol):
+    """Where kernels are built."""
+
+    def build(self, jobs: Sequence[Job]) -> list[Made]:
+        """Every job, results in the order of `jobs`."""
+
+    def search(self, asked: Sequence[Search]) -> list[tuple[Option, ...]]:
+        """Every search, results in order; an empty answer where one failed."""
+
+
+class Builders:
+    """A pool of processes that build. Use as a context manager: leaving it ends them and removes their files.
 
     A job that takes longer than `budget_s` seconds of wall time is ended and answered with that. Raises InputError for
     a budget that is not positive.
     """
-    if budget_s <= 0:
-        raise InputError(f"compile budget {budget_s:g} s: it must be positive.")
-    if not jobs:
-        return []
-    order = sorted(range(len(jobs)), key=lambda at: jobs[at].weigh, reverse=True)
-    count = min(workers or os.cpu_count() or 1, len(jobs))
-    results: dict[int, Made] = {}
-    with _Workers(budget_s) as pool, ThreadPoolExecutor(max_workers=count) as threads:
 
-        def work(at: int) -> None:
-            results[at] = pool.build(jobs[at])
-            tell(len(results))
+    def __init__(self, budget_s: float, workers: int | None = None) -> None:
+        if not budget_s > 0:
+            raise InputError(f"compile budget of {budget_s:g} seconds: it must be positive.")
+        self.budget_s, self.count = budget_s, workers or os.cpu_count() or 1
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
+        self._all: list[_Worker] = []
 
-        for future in [threads.submit(work, at) for at in order]:
-            future.result()
-    return [results[at] for at in range(len(jobs))]
+    def __enter__(self) -> Builders:
+        self._folder = tempfile.TemporaryDirectory(prefix="sparsedeploy-build-", ignore_cleanup_errors=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._all:
+            worker.close()
+        self._folder.cleanup()
+
+    def build(self, jobs: Sequence[Job]) -> list[Made]:
+        """Longest first, in parallel."""
+        order = sorted(range(len(jobs)), key=lambda at: jobs[at].weigh, reverse=True)
+        answers = self._ask([jobs[at] for at in order])
+        made: dict[int, Made] = dict(zip(order, answers, strict=True))
+        return [made[at] for at in range(len(jobs))]
+
+    def search(self, asked: Sequence[Search]) -> list[tuple[Option, ...]]:
+        """In parallel; like layers together, since a worker remembers what it searched for."""
+        return [() if isinstance(answer, Made) else answer for answer in self._ask(asked)]
+
+    def _ask(self, jobs: Sequence[Any]) -> list[Any]:
+        if not jobs:
+            return []
+        with ThreadPoolExecutor(max_workers=min(self.count, len(jobs))) as threads:
+            try:
+                return list(threads.map(self._one, jobs))
+            except BaseException:  # an interrupt must not wait for compilers: workers have a session of their own
+                for worker in self._all:
+                    worker.end()
+                raise
+
+    def _one(self, job: Any) -> Any:
+        try:
+            worker = self._idle.get_nowait()
+        except Empty:
+            worker = _Worker(self._folder.name)
+            self._all.append(worker)
+        started = time.perf_counter()
+        try:
+            answer = worker.ask(job, self.budget_s)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            worker.close()
+            seconds = time.perf_counter() - started
+            if seconds >= self.budget_s:
+                return Made(None, f"was not compiled within {self.budget_s:g} s", seconds)
+            return Made(None, f"ended its compiler process (exit code {worker.process.returncode})", seconds)
+        self._idle.put(worker)
+        return answer
 
 
 class _Worker:
@@ -113,19 +192,18 @@ class _Worker:
             env=environment, start_new_session=True,
         )  # fmt: skip
 
-    def ask(self, job: Job, budget_s: float) -> Made:
+    def ask(self, job: Any, budget_s: float) -> Any:
         """Raises EOFError or OSError when the process is gone: ended by the timer, or by itself."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         timer = threading.Timer(budget_s, self.end)
         timer.start()
         try:
             pickle.dump(job, self.process.stdin)
             self.process.stdin.flush()
-            answer = pickle.load(self.process.stdout)
+            return pickle.load(self.process.stdout)
         finally:
             timer.cancel()
-        assert isinstance(answer, Made)
-        return answer
 
     def end(self) -> None:
         """Kill it with everything under it."""
@@ -142,54 +220,15 @@ class _Worker:
                     stream.close()
 
 
-class _Workers:
-    """Idle workers to take one from; their temporary files go with them."""
-
-    def __init__(self, budget_s: float) -> None:
-        self.budget_s = budget_s
-        self.idle: SimpleQueue[_Worker] = SimpleQueue()
-        self.all: list[_Worker] = []
-
-    def __enter__(self) -> _Workers:
-        self.folder = tempfile.TemporaryDirectory(prefix="sparsedeploy-build-", ignore_cleanup_errors=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self.all:
-            worker.close()
-        self.folder.cleanup()
-
-    def build(self, job: Job) -> Made:
-        worker = self._take()
-        started = time.perf_counter()
-        try:
-            made = worker.ask(job, self.budget_s)
-        except (EOFError, OSError, pickle.UnpicklingError):
-            worker.close()
-            seconds = time.perf_counter() - started
-            if seconds >= self.budget_s:
-                return Made(None, f"was not compiled within {self.budget_s:g} s", seconds)
-            return Made(None, f"ended its compiler process (exit code {worker.process.returncode})", seconds)
-        self.idle.put(worker)
-        return made
-
-    def _take(self) -> _Worker:
-        try:
-            return self.idle.get_nowait()
-        except Empty:
-            worker = _Worker(self.folder.name)
-            self.all.append(worker)
-            return worker
+def answer(job: Job | Search) -> Made | tuple[Option, ...]:
+    """What a worker does with what it is sent."""
+    return build_one(job) if isinstance(job, Job) else search(job)
 
 
-def _jobs(stream: IO[bytes]) -> Iterator[Job]:
-    while True:
-        try:
-            job = pickle.load(stream)
-        except EOFError:
-            return
-        assert isinstance(job, Job)
-        yield job
+def _jobs(stream: IO[bytes]) -> Iterator[Any]:
+    with contextlib.suppress(EOFError):
+        while True:
+            yield pickle.load(stream)
 
 
 def _serve() -> None:
@@ -200,7 +239,7 @@ def _serve() -> None:
     from sparsedeploy import candidate_build
 
     for job in candidate_build._jobs(sys.stdin.buffer):
-        pickle.dump(candidate_build.build_one(job), answers)
+        pickle.dump(candidate_build.answer(job), answers)
         answers.flush()
 
 
