@@ -1,7 +1,8 @@
 """Convolutions to test and to measure on: one enumerator, so that a benchmark runs what a test has checked.
 
 Lists by name: `resnet50_3x3`, `resnet50_1x1`, `paper` (arXiv 2611.17212), `escoin` (the layers SkimCaffe pruned and Escoin
-was measured on), `im2win` (cv1 to cv12 of arXiv 2608.20725), `mobilenet_v1_1x1`, and `small` for tests.
+was measured on), `im2win` (cv1 to cv12 of arXiv 2608.20725), `mobilenet_v1_1x1`, and `small` for tests. `real_work` lists
+trained and pruned filters from a folder of them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import Geometry
+from sparsedeploy.models.sparsity import magnitude
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,54 @@ def work(*patterns: str) -> tuple[Work, ...]:
         if not any(fnmatchcase(path, pattern) for path, _ in paths):
             raise InputError(f"no shape matches {pattern!r}; the lists are {', '.join(LISTS)}.")
     return tuple(entry for path, entry in paths if any(fnmatchcase(path, pattern) for pattern in wanted))
+
+
+def pruned_weight(geometry: Geometry, sparsity: float) -> NDArray[np.float32]:
+    """Magnitude-pruned random weights [oc, ic // group, kh, kw] of fp16 values, so that every kernel computes the same.
+
+    Scaled so that outputs are of the order of inputs; the same for the same arguments.
+    """
+    dense = np.random.default_rng(0).standard_normal(geometry.weight_shape).astype(np.float32)
+    weight = magnitude(dense, sparsity)
+    terms = max(1.0, geometry.ic // geometry.group * geometry.kh * geometry.kw * (1 - sparsity))
+    return (weight / np.float32(np.sqrt(terms))).astype(np.float16).astype(np.float32)
+
+
+_REAL: tuple[tuple[str, str, int], ...] = (
+    # file, start of the array's name, side of the map
+    ("resnet50_3x3_90", "bg1", 56), ("resnet50_3x3_90", "bg2", 28), ("resnet50_3x3_90", "bg3", 14),
+    ("resnet50_3x3_95", "bg1", 56), ("resnet50_3x3_95", "bg2", 28), ("resnet50_3x3_95", "bg3", 14),
+    ("mobilenetv1_1x1_90", "pw00", 112), ("mobilenetv1_1x1_90", "pw01", 56), ("mobilenetv1_1x1_90", "pw02", 56),
+    ("mobilenetv1_1x1_90", "pw03", 28), ("mobilenetv1_1x1_90", "pw04", 28), ("mobilenetv1_1x1_90", "pw05", 14),
+    ("mobilenetv1_1x1_90", "pw06", 14), ("mobilenetv1_1x1_90", "pw11", 7),
+    ("alexnet_b_top1_0.5626", "conv3", 13),
+)  # fmt: skip
+
+
+def real_work(folder: Path) -> tuple[tuple[Work, NDArray[np.float32]], ...]:
+    """Trained, pruned filters (SparseRT's ResNet-50 and MobileNetV1, SkimCaffe's AlexNet) as work, with their weights.
+
+    `folder` holds them as FILE.npz, arrays named layer__shape__sPERCENT. Values are rounded to fp16, as for random
+    weights. Files that are not there are left out; raises InputError when none is.
+    """
+    found = []
+    for file, start, side in _REAL:
+        path = folder / f"{file}.npz"
+        if not path.is_file():
+            continue
+        with np.load(path) as arrays:
+            name = next(key for key in arrays if key.startswith(start) and "_bias_" not in key)
+            weight = np.asarray(arrays[name], np.float32)
+        weight = weight.reshape(*weight.shape, *(1, 1)[: 4 - weight.ndim]).astype(np.float16).astype(np.float32)
+        oc, ic, kernel, _ = weight.shape
+        sparsity = 1.0 - float(np.count_nonzero(weight)) / weight.size
+        title = f"{file} {start} {ic}-{oc}@{side}" if oc != ic else f"{file} {start} {oc}@{side}"
+        found.append((Work(title, square(oc, ic, kernel, side), (1, 32), (round(sparsity, 4),)), weight))
+    if not found:
+        raise InputError(
+            f"{folder}: none of the files {', '.join(dict.fromkeys(file for file, _, _ in _REAL))} is there."
+        )
+    return tuple(found)
 
 
 def square(

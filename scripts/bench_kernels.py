@@ -1,497 +1,480 @@
-"""Measure kernels on a GPU: check each against float64, then time it by CUDA-graph replay beside cuDNN, in one run.
+"""Measure every kernel on a GPU: each row checked against float64, then timed warm and inside of a network, beside cuDNN.
 
-`prepare` needs sparsedeploy and no GPU: it writes PTX (or CUDA C++ made PTX), weights and launches to a folder. `run`
-needs torch and a driver, not sparsedeploy: it assembles what is missing, checks, times and prints a table. So the folder
-can be made on one machine and measured on another.
+    python scripts/bench_kernels.py list [--cases ...]          what would be measured (no GPU)
+    python scripts/bench_kernels.py measure --out FILE.json     builds in worker processes while the GPU measures
+    python scripts/bench_kernels.py summary FILE.json           the table against the targets (no GPU)
 
-    python scripts/bench_kernels.py prepare FOLDER [--only TEXT]
-    python scripts/bench_kernels.py run FOLDER --out results.json [--cudnn]
+Cases, in order of importance: `targets` (all that the table of targets needs), `paper` (the paper's grid), `resnet`
+(ResNet-50's 3x3 at every batch and sparsity), `pointwise` (its 1x1), `real` (trained filters, with --filters), `escoin`,
+`im2win`, `mobilenet`, and `small` for a trial. `measure` needs torch and a driver besides sparsedeploy; the file is
+written after every row, and rows that the time limit leaves out are listed in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gzip
-import json
+import hashlib
+import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-TOLERANCE = {"fp32": 1e-6, "hf": 1e-3, "h2": 6e-3}
-"""Largest relative L2 error against float64: rounding of the sums, for fp16 also of input, output and half2 sums."""
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bench_device import Checked, Dense, Gpu, Timing, WrongResultError, sums_of
+from bench_results import DenseRow, Missing, Results, Row, prediction_error, read, summary
 
+from sparsedeploy.devices import Device, find
+from sparsedeploy.errors import InputError, MachineError, SparseDeployError
+from sparsedeploy.layer import ELEMENT_BYTES, ConvLayer, Geometry, Precision
+from sparsedeploy.models.shapes import pruned_weight, real_work, work
+from sparsedeploy.plugins import KERNELS, kernel_named
+from sparsedeploy.plugins.assemble import assemble, read_usage, tool_version
+from sparsedeploy.plugins.baked.choose import estimate, from_config
+from sparsedeploy.plugins.cost import bounds_us, ceilings
+from sparsedeploy.plugins.kernel import BuildOptions, Config, UnfitWeightsError
+from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.reading import count_zeros
 
-# ---------------------------------------------------------------- the driver, by ctypes
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
-    ]  # fmt: skip
-
-
-class Driver:
-    """The few driver calls that a launch needs."""
-
-    def __init__(self) -> None:
-        self.cuda = ctypes.CDLL("libcuda.so.1")
-
-    def check(self, status: int, what: str) -> None:
-        """Raise on an error code."""
-        if status:
-            text = ctypes.c_char_p()
-            self.cuda.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"{what}: {text.value.decode() if text.value else status}")
-
-    def load(self, image: bytes) -> ctypes.c_void_p:
-        """A module."""
-        module = ctypes.c_void_p()
-        self.check(self.cuda.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
-        return module
-
-    def function(self, module: ctypes.c_void_p, entry: str, shared: int) -> ctypes.c_void_p:
-        """An entry, allowed to use `shared` bytes of dynamic shared memory."""
-        function = ctypes.c_void_p()
-        self.check(self.cuda.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), entry)
-        if shared > 48 * 1024:
-            self.check(self.cuda.cuFuncSetAttribute(function, 8, ctypes.c_int(shared)), "dynamic shared memory")
-        return function
-
-    def clusters(self, function: ctypes.c_void_p, op: dict[str, Any]) -> int:
-        """Clusters of a launch that the device runs at once."""
-        attribute = _Attribute()
-        attribute.id = 4
-        attribute.value[0], attribute.value[1], attribute.value[2] = op["cluster"], 1, 1
-        grid = (ctypes.c_uint * 3)(op["cluster"] * 1024, 1, 1)
-        config = _Config(grid, (ctypes.c_uint * 3)(*op["block"]), op["shared"], None, ctypes.pointer(attribute), 1)
-        count = ctypes.c_int()
-        self.check(
-            self.cuda.cuOccupancyMaxActiveClusters(ctypes.byref(count), function, ctypes.byref(config)), "occupancy"
-        )
-        return count.value
-
-    def launch(
-        self, function: ctypes.c_void_p, op: dict[str, Any], grid: Sequence[int], values: Sequence[Any], stream: int
-    ) -> None:
-        """Launch on a stream; values are ctypes numbers."""
-        attributes = (_Attribute * 2)()
-        count = 0
-        if op["cluster"] > 1:
-            attributes[count].id = 4
-            attributes[count].value[0], attributes[count].value[1], attributes[count].value[2] = op["cluster"], 1, 1
-            count += 1
-        if op.get("dependent"):
-            attributes[count].id, attributes[count].value[0] = 6, 1
-            count += 1
-        config = _Config(
-            (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*op["block"]), op["shared"], stream, attributes, count
-        )
-        pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
-        self.check(self.cuda.cuLaunchKernelEx(ctypes.byref(config), function, pointers, None), "launch")
+DEVICE = "h200"
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
+SECOND_BEST_NNZ = 40_000
+"""Layers of more nonzeros get one configuration of baked only: assembling another takes minutes."""
 
 
-# ---------------------------------------------------------------- run
-def time_us(call: Callable[[], None], launches: int = 20, repeats: int = 9) -> tuple[float, float]:
-    """Median and spread (max - min) in microseconds of one call inside a replayed graph."""
-    import torch
-
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(launches):
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return float(np.median(times)), float(max(times) - min(times))
-
-
-def assemble(path: Path, arch: int) -> tuple[bytes, float, str]:
-    """Cubin, seconds and log of NAME.ptx.gz, or NAME.cubin when it lies there."""
-    cubin = path.with_suffix("").with_suffix(".cubin")
-    if cubin.exists():
-        return cubin.read_bytes(), 0.0, ""
-    ptxas = os.environ.get("PTXAS") or shutil.which("ptxas")
-    if ptxas is None:
-        raise RuntimeError(f"no {cubin} and no ptxas: set PTXAS or run `prepare` with --assemble")
-    source = path.with_suffix("")
-    source.write_bytes(gzip.decompress(path.read_bytes()))
-    start = time.monotonic()
-    done = subprocess.run([ptxas, "-v", "-O3", f"-arch=sm_{arch}", source, "-o", cubin], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{source}: {done.stderr[:2000]}")
-    return cubin.read_bytes(), time.monotonic() - start, done.stderr
-
-
-def dense_us(geometry: dict[str, Any], n: int) -> dict[str, float]:
-    """By cuDNN with full search: best of NCHW and NHWC, layouts converted outside the timing."""
-    import torch
-    from torch.nn import functional
-
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.benchmark_limit = 0
-    g = geometry
-    x = torch.randn(n, g["ic"], g["h"], g["w"], device="cuda")
-    w = torch.randn(g["oc"], g["ic"] // g["group"], g["kh"], g["kw"], device="cuda") / np.sqrt(
-        g["ic"] * g["kh"] * g["kw"] / g["group"]
-    )
-    if g["pads"][:2] != g["pads"][2:]:
-        x = functional.pad(x, (g["pads"][1], g["pads"][3], g["pads"][0], g["pads"][2]))
-        padding: Any = 0
-    else:
-        padding = tuple(g["pads"][:2])
-
-    def best(a: Any, b: Any) -> float:
-        found = []
-        for layout in (torch.contiguous_format, torch.channels_last):
-            ai, bi = a.contiguous(memory_format=layout), b.contiguous(memory_format=layout)
-
-            def call(ai: Any = ai, bi: Any = bi) -> None:
-                functional.conv2d(ai, bi, None, tuple(g["stride"]), padding, tuple(g["dilation"]), g["group"])
-
-            found.append(time_us(call)[0])
-        return min(found)
-
-    result = {}
-    for name, tf32, half in (("fp32", False, False), ("tf32", True, False), ("fp16", False, True)):
-        torch.backends.cudnn.allow_tf32 = tf32
-        result[name] = best(x.half() if half else x, w.half() if half else w)
-    torch.backends.cudnn.allow_tf32 = False
-    return result
-
-
-def reference(job: dict[str, Any], x: Any, w: Any, bias: Any, residual: Any) -> Any:
-    """The layer in float64 by torch."""
-    import torch
-    from torch.nn import functional
-
-    g, e = job["geometry"], job["epilogue"]
-    top, left, bottom, right = g["pads"]
-    y = functional.conv2d(
-        functional.pad(x.double(), (left, right, top, bottom)),
-        w.double(),
-        bias,
-        tuple(g["stride"]),
-        0,
-        tuple(g["dilation"]),
-        g["group"],
-    )
-    if e["residual"] == "before_activation":
-        y = y + residual.double()
-    if e["activation"] == "relu":
-        y = torch.relu(y)
-    elif e["activation"] == "clip":
-        y = y.clamp(e["low"], e["high"])
-    elif e["activation"] == "leaky_relu":
-        y = functional.leaky_relu(y, e["slope"])
-    return y + residual.double() if e["residual"] == "after_activation" else y
-
-
-class Bench:
-    """One job on the device."""
-
-    def __init__(self, driver: Driver, job: dict[str, Any], weight: np.ndarray, image: bytes) -> None:
-        import torch
-
-        self.driver, self.job, self.torch = driver, job, torch
-        self.weight = torch.from_numpy(weight).cuda()
-        module = driver.load(image)
-        self.functions = {op["entry"]: driver.function(module, op["entry"], op["shared"]) for op in job["ops"]}
-        self.clusters = [driver.clusters(self.functions[op["entry"]], op) for op in job["ops"] if op["cluster"] > 1]
-        self.dtype = torch.float32 if job["dtype"] == "fp32" else torch.float16
-
-    def measure(self, n: int, timed: bool = True) -> dict[str, float]:
-        """Error and time at batch n; raises when the error is too large or two runs differ in a bit."""
-        torch, g, job = self.torch, self.job["geometry"], self.job
-        torch.manual_seed(n + 17)
-        x = torch.randn(n, g["ic"], g["h"], g["w"], device="cuda").to(self.dtype)
-        oh, ow = job["out"]
-        y = torch.full((n, g["oc"], oh, ow), float("nan"), device="cuda", dtype=self.dtype)
-        residual = torch.randn_like(y) if job["epilogue"]["residual"] != "none" else None
-        if residual is not None:
-            residual = torch.randn(y.shape, device="cuda").to(self.dtype)
-        bias = torch.from_numpy(np.array(job["bias"])).cuda().double() if job["bias"] else None
-        workspace = torch.full((max(16, job["workspace"][str(n)]),), 255, device="cuda", dtype=torch.uint8)
-        pointers = {"input": x, "output": y, "residual": residual, "workspace": workspace}
-        prepared = []
-        for op in job["ops"]:
-            values = [
-                ctypes.c_uint32(n) if kind == "N" else ctypes.c_uint64(pointers[kind].data_ptr() + index)
-                for kind, index in op["args"]
-            ]
-            prepared.append((self.functions[op["entry"]], op, op["grid"][str(n)], values))
-
-        def call() -> None:
-            stream = torch.cuda.current_stream().cuda_stream
-            for function, op, grid, values in prepared:
-                self.driver.launch(function, op, grid, values, stream)
-
-        call()
-        torch.cuda.synchronize()
-        first = y.clone()
-        want = reference(job, x, self.weight, bias, residual)
-        error = float(((first.double() - want).norm() / want.norm().clamp_min(1e-30)).item())
-        if not error < TOLERANCE[job["sums"]]:
-            raise RuntimeError(f"relative error {error:.2e} against float64, allowed {TOLERANCE[job['sums']]:.0e}")
-        y.fill_(float("nan"))
-        call()
-        torch.cuda.synchronize()
-        if not torch.equal(first, y):
-            raise RuntimeError("two runs differ")
-        if not timed:
-            return {"error": error}
-        us, spread = time_us(call)
-        call()
-        torch.cuda.synchronize()
-        if not torch.equal(first, y):
-            raise RuntimeError("the result changed while it was timed")
-        return {"error": error, "us": us, "spread_us": spread}
-
-
-def floors_us() -> dict[str, float]:
-    """What nothing can beat: an empty kernel's share of a graph, and the copy rate."""
-    import torch
-
-    tiny = torch.zeros(1, device="cuda")
-    big = torch.randn(1 << 28, device="cuda")
-    other = torch.empty_like(big)
-    copy = time_us(lambda: torch.add(big, 1.0, out=other), 5)[0]
-    return {"one_element_kernel_us": time_us(lambda: tiny.zero_())[0], "copy_gbs": 2 * big.numel() * 4 / copy / 1e3}
-
-
-def run(folder: Path, out: Path | None, cudnn: bool, only: str, profile: bool) -> int:
-    """Check and time every job of a folder; returns the number of failures."""
-    jobs = [job for job in json.loads((folder / "jobs.json").read_text()) if only in job["name"]]
-    driver = Driver()
-    import torch
-
-    torch.zeros(1, device="cuda")
-    results: list[dict[str, Any]] = []
-    dense: dict[str, dict[str, float]] = {}
-    failures = 0
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        files = sorted({job["file"] for job in jobs}, key=lambda f: -(folder / f).stat().st_size)
-        images: dict[str, Future[tuple[bytes, float, str]]] = {
-            file: pool.submit(assemble, folder / file, 90) for file in files
-        }
-        header = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version(),
-            **floors_us(),
-        }
-        print(header, flush=True)
-        for job in sorted(jobs, key=lambda job: (folder / job["file"]).stat().st_size):
-            weight = np.load(folder / job["weight"])["w"]
-            try:
-                image, seconds, log = images[job["file"]].result()
-                bench = Bench(driver, job, weight, image)
-            except RuntimeError as error:
-                print(f"FAIL {job['name']}: {error}", flush=True)
-                failures += 1
-                continue
-            used = [line.split("Used ")[1].split(" ")[0] for line in log.splitlines() if "Used " in line]
-            spilled = sum(
-                int(line.split(" bytes spill stores")[0].split(",")[-1])
-                for line in log.splitlines()
-                if "spill stores" in line
-            )
-            for n in job["batches"]:
-                try:
-                    row: dict[str, Any] = {
-                        "name": job["name"],
-                        "layer": job["layer"],
-                        "n": n,
-                        **bench.measure(n, not profile),
-                    }
-                except RuntimeError as error:
-                    print(f"FAIL {job['name']} N={n}: {error}", flush=True)
-                    failures += 1
-                    if "illegal" in str(error) or "misaligned" in str(error):
-                        return failures
-                    continue
-                if cudnn:
-                    key = f"{job['geometry']} {n}"
-                    if key not in dense:
-                        dense[key] = dense_us(job["geometry"], n)
-                    row["cudnn_us"] = dense[key]
-                row |= {
-                    "registers": ",".join(used),
-                    "spill_bytes": spilled,
-                    "ptxas_s": round(seconds, 1),
-                    "clusters_at_once": bench.clusters,
-                    "predicted": job.get("predicted", {}).get(str(n)),
-                }
-                results.append(row)
-                ratio = (
-                    " ".join(f"{k} {v:.1f}us {v / row['us']:.2f}x" for k, v in row.get("cudnn_us", {}).items())
-                    if "us" in row
-                    else ""
-                )
-                print(
-                    f"{job['name']:44s} N={n:3d} {row.get('us', 0):8.2f} us +-{row.get('spread_us', 0):.2f} err {row['error']:.1e} reg {row['registers']} spill {spilled} pred {row['predicted']} cl {bench.clusters} {ratio}",
-                    flush=True,
-                )
-    if out:
-        out.write_text(json.dumps({"header": header, "rows": results}, indent=1))
-    return failures
-
-
-# ---------------------------------------------------------------- prepare
 class Case(NamedTuple):
-    """One layer to measure: (name, geometry, weight, batches)."""
+    """One layer at one sparsity and batch."""
 
     name: str
-    geometry: Any
-    weight: np.ndarray
-    batches: tuple[int, ...]
+    geometry: Geometry
+    sparsity: float
+    n: int
+    filters: str = ""
+    """The folder its trained weights come from; "" for random ones."""
 
 
-def cases(
-    lists: Sequence[str], sparsities: Sequence[float], batches: Sequence[int], filters: Path | None
-) -> Iterator[Case]:
-    """The work lists with magnitude-pruned random weights, then real filters where their folder is given."""
-    from sparsedeploy.layer import Geometry
-    from sparsedeploy.models.shapes import work
-    from sparsedeploy.models.sparsity import magnitude
+class Job(NamedTuple):
+    """One row to be: a kernel's `rank`th configuration for a case."""
 
-    for entry in work(*lists) if lists else ():
-        g = entry.geometry
-        dense = np.random.default_rng(0).standard_normal(g.weight_shape).astype(np.float32)
+    case: Case
+    kernel: str
+    precision: Precision
+    rank: int
+
+
+# ---------------------------------------------------------------- the work list
+def _grid(patterns: Sequence[str], sparsities: Sequence[float], batches: Sequence[int]) -> Iterator[Case]:
+    """Work by name; its own sparsities and batches where none are given."""
+    for entry in work(*patterns):
+        name = next(f"{pattern.partition('/')[0]}/{entry.name}" for pattern in patterns if entry in work(pattern))
         for sparsity in sparsities or entry.sparsities:
-            weight = magnitude(dense, sparsity) / np.float32(np.sqrt(g.ic // g.group * g.kh * g.kw * (1 - sparsity)))
-            yield Case(f"{entry.name}/{sparsity:g}", g, weight, tuple(batches) or entry.batches)
-    if filters is not None:
-        for file in sorted(filters.glob("resnet50_3x3_*.npz")):
-            for key, array in sorted(np.load(file).items()):
-                c, side = array.shape[0], 3584 // array.shape[0]
-                g = Geometry(oc=c, ic=array.shape[1], kh=3, kw=3, h=side, w=side, pads=(1, 1, 1, 1))
-                yield Case(f"real {c}@{side}/{key.rpartition('s')[2]}", g, array, tuple(batches) or (1, 32))
+            for n in batches or entry.batches:
+                yield Case(name, entry.geometry, sparsity, n)
 
 
-def prepare(
-    folder: Path,
-    found: Iterator[Case],
-    precisions: Sequence[Literal["fp32", "fp16"]],
-    top: int,
-    extra: Mapping[str, list[dict[str, int]]],
-    assembled: bool,
-) -> None:
-    """Write the `top` configurations predicted fastest of every case, batch and precision, and those of `extra`.
+def _real(filters: Path | None, batches: Sequence[int], only: str = "") -> Iterator[Case]:
+    if filters is None:
+        return
+    for entry, _ in real_work(filters):
+        if only in entry.name:
+            for n in batches or entry.batches:
+                yield Case(f"real/{entry.name}", entry.geometry, entry.sparsities[0], n, str(filters))
 
-    `extra` maps "name precision batch" to further configurations.
+
+def cases(names: Iterable[str], filters: Path | None = None) -> list[Case]:
+    """The named lists' cases, each once, in the order of the names; raises InputError for a name that is none."""
+    lists = {
+        "targets": lambda: [
+            *_grid(["resnet50_3x3"], (0.9,), (32, 1)),
+            *_real(filters, (1,), "resnet50_3x3_90"),
+            *_grid(["paper/32-64@256"], (0.9,), (32,)),
+            *_grid(["resnet50_3x3"], (0.95,), (32, 1)),
+            *_grid(["resnet50_1x1"], (0.9,), (32,)),
+        ],
+        "paper": lambda: sorted(_grid(["paper"], (), ()), key=lambda case: case.sparsity not in (0.9, 0.98, 0.94)),
+        "resnet": lambda: sorted(_grid(["resnet50_3x3"], (), ()), key=lambda case: (case.n == 8, case.sparsity)),
+        "pointwise": lambda: sorted(_grid(["resnet50_1x1"], (0.9,), (32, 1, 8)), key=lambda case: (32, 1, 8).index(case.n)),
+        "real": lambda: [*_real(filters, (1,)), *_real(filters, (32,))],
+        "escoin": lambda: [*_grid(["escoin"], (), ())],
+        "im2win": lambda: [*_grid(["im2win"], (0.9,), ())],
+        "mobilenet": lambda: [*_grid(["mobilenet_v1_1x1"], (), (1, 32))],
+        "small": lambda: [*_grid(["small/plain", "small/map7", "small/1x1"], (0.9,), (2,))],
+    }  # fmt: skip
+    found: dict[Case, None] = {}
+    for name in names:
+        if name not in lists:
+            raise InputError(f"--cases {name}: no such list; there are {', '.join(lists)}.")
+        found |= dict.fromkeys(lists[name]())
+    return list(found)
+
+
+def jobs(
+    found: Iterable[Case], kernels: Sequence[str], precisions: Sequence[Precision], top: int
+) -> Iterator[tuple[Case, list[Job]]]:
+    """The rows of each case, data-driven kernels first: they are built in a second."""
+    order = sorted(kernels, key=lambda name: name == "baked")
+    for case in found:
+        made = []
+        for kernel in order:
+            nnz = case.geometry.oc * case.geometry.ic // case.geometry.group * case.geometry.kh * case.geometry.kw
+            several = kernel != "baked" or nnz * (1 - case.sparsity) <= SECOND_BEST_NNZ
+            for precision in precisions:
+                made += [Job(case, kernel, precision, rank) for rank in range(top if several else 1)]
+        yield case, made
+
+
+@lru_cache(maxsize=8)
+def weight_of(case: Case) -> NDArray[np.float32]:
+    """The case's weights [oc, ic // group, kh, kw]: fp16 values in float32."""
+    if not case.filters:
+        return pruned_weight(case.geometry, case.sparsity)
+    found = {f"real/{entry.name}": weight for entry, weight in real_work(Path(case.filters))}
+    return found[case.name]
+
+
+def layer_of(case: Case) -> ConvLayer:
+    """The case as scan would describe it: the convolution alone, nothing fused."""
+    weight = weight_of(case)
+    return ConvLayer(
+        name=case.name, weight="w", dtype="fp32", shape=weight.shape, geometry=case.geometry,
+        zeros=count_zeros(weight, case.geometry.group),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- building, in worker processes
+@dataclass(frozen=True)
+class Made:
+    """A job built, or why not."""
+
+    node: SparseConv | None
+    config: Config
+    predicted_us: float = 0.0
+    seconds: float = 0.0
+    registers: int = 0
+    spill_bytes: int = 0
+    why: str = ""
+
+
+def make(job: Job) -> Made:
+    """Build a job's node with a cubin alone; `why` says why there is none."""
+    device, layer, kernel = find(DEVICE), layer_of(job.case), kernel_named(job.kernel)
+    reason = kernel.supports(layer, device, job.precision)
+    if reason is not None:
+        return Made(None, {}, why=reason.text)
+    ranked = kernel.configs(layer, device, job.precision, job.case.n)
+    if job.rank >= len(ranked):
+        return Made(None, {})
+    config, prediction = ranked[job.rank]
+    options = BuildOptions(job.precision, job.case.n, (device.sm,))
+    started = time.perf_counter()
+    try:
+        node = kernel.build(layer, weight_of(job.case), None, device, config, options).node
+        (image,) = [image for image in node.images if image.kind == "ptx"]
+        assembled = assemble(image.data, device.sm)
+    except (UnfitWeightsError, SparseDeployError, ValueError) as error:
+        return Made(None, config, why=str(error)[:500])
+    node = replace(node, images=(replace(image, kind="cubin", data=assembled.cubin),))
+    usage = read_usage(assembled.log).values()
+    return Made(
+        node, config, prediction.us, time.perf_counter() - started, max((u.registers for u in usage), default=0),
+        sum(u.spill_bytes for u in usage),
+    )  # fmt: skip
+
+
+def straight_code() -> bytes:
+    """The cubin that stands for other layers' code between two launches."""
+    from measure_device import probe
+
+    from sparsedeploy.plugins.assemble import ptx_version
+
+    sm = find(DEVICE).sm
+    return assemble(probe(16384, 0, sm, ptx_version(sm)).encode(), sm).cubin
+
+
+# ---------------------------------------------------------------- bounds
+def bounds_of(job: Job, config: Config, nnz: int, device: Device) -> dict[str, float]:
+    """Time by each resource alone, microseconds: counted from the schedule for baked, from the layer for the others.
+
+    fma: nonzeros x pixels at the peak rate. memory: input and output once, from HBM. shared: for the kernels that read
+    weights as data one word per fma; for baked its loads. l2, fetch and issue: baked alone, waves counted (plugins/cost.py).
     """
-    from sparsedeploy.devices import find
-    from sparsedeploy.layer import ConvLayer, Epilogue, Zeros
-    from sparsedeploy.plugins.baked import BAKED
-    from sparsedeploy.plugins.kernel import BuildOptions
-    from sparsedeploy.plugins.launch import Launch, choose
+    g, c = job.case.geometry, ceilings(device)
+    products = nnz * g.oh * g.ow * job.case.n
+    half = sums_of(job.precision, config, job.kernel) == "h2"
+    per_clock = c.sm_count * c.clock_ghz * 1e3
+    activations = job.case.n * (g.ic * g.h * g.w + g.oc * g.oh * g.ow) * ELEMENT_BYTES[job.precision]
+    found = {"fma": products / (per_clock * 128 * (2 if half else 1)), "memory": activations / (c.hbm_tbs * 1e6)}
+    if job.kernel == "baked":
+        counted = bounds_us(estimate(from_config(g, job.precision, config), nnz, job.case.n), c)
+        found |= {name if name != "compute" else "issue": us for name, us in counted.items() if name != "memory"}
+    else:
+        found["shared"] = products / (per_clock * c.shared_bytes / (2 if half else 4))
+    return {name: round(us, 3) for name, us in found.items()}
 
-    device = find("h200")
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs: list[dict[str, Any]] = []
-    for number, case in enumerate(found):
-        g, weight = case.geometry, case.weight
-        np.savez_compressed(folder / f"w{number}.npz", w=weight)
-        per = (weight != 0).reshape(len(weight), -1).sum(1)
-        zeros = Zeros(
-            nnz=int(per.sum()), total=weight.size, nnz_per_channel=(int(per.min()), float(np.median(per)), int(per.max())),
-            empty_filters=int((per == 0).sum()), empty_inputs=0, near_zero=0, two_four=False, sparsity=1 - float((weight != 0).mean()),
+
+# ---------------------------------------------------------------- measuring
+class Bench(Protocol):
+    """What measures: bench_device.Gpu, or a stand-in for tests."""
+
+    between: str
+
+    def describe(self) -> tuple[str, str, dict[str, str]]:
+        """Device, driver, versions."""
+
+    def clocks(self) -> str:
+        """Clocks, temperature, power in words."""
+
+    def floors(self) -> tuple[float, float]:
+        """Microseconds of one more kernel in a graph, TB/s of a copy."""
+
+    def dense(self, g: Geometry, n: int, cold: bool) -> dict[str, Dense]:
+        """Times of cuDNN in fp32, tf32 and fp16."""
+
+    def sparse(
+        self, key: tuple[Any, ...], node: SparseConv, weight: Any, n: int, sums: str, cold: bool
+    ) -> tuple[Checked, Timing, float | None]:
+        """Errors and times of a node; raises WrongResultError."""
+
+
+class Run:
+    """One run: what was measured so far, written after every row."""
+
+    def __init__(self, bench: Bench, out: Path, command: str, commit: str, cold: bool, cudnn: bool) -> None:
+        self.bench, self.out, self.cold, self.cudnn = bench, out, cold, cudnn
+        self.started = time.monotonic()
+        self.rows: list[Row] = []
+        self.dense: dict[tuple[str, int], list[DenseRow]] = {}
+        self.missing: list[Missing] = []
+        name, driver, versions = bench.describe()
+        floor, copy = bench.floors()
+        self.first_clocks = bench.clocks()
+        self.head: dict[str, Any] = {
+            "command": command, "commit": commit, "source_sha256": source_hash(), "device": name, "driver": driver,
+            "versions": {**versions, "ptxas": tool_version(), "numpy": np.__version__}, "launch_floor_us": floor, "copy_tbs": copy,
+            "between": bench.between if cold else "",
+        }  # fmt: skip
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self.started
+
+    def results(self) -> Results:
+        """The record as it stands."""
+        return Results(
+            **self.head, clocks=(self.first_clocks, self.bench.clocks()), seconds=round(self.seconds, 1), rows=tuple(self.rows),
+            dense=tuple(row for rows in self.dense.values() for row in rows), missing=tuple(self.missing),
         )  # fmt: skip
-        layer = ConvLayer(
-            name=case.name, weight="w", dtype="fp32", shape=weight.shape, geometry=g, zeros=zeros, epilogue=Epilogue()
+
+    def write(self) -> None:
+        """Publish by one rename: a run that is stopped leaves what it had."""
+        temporary = self.out.with_suffix(".part")
+        temporary.write_text(self.results().to_json(), encoding="utf-8")
+        temporary.replace(self.out)
+
+    def measure_dense(self, case: Case) -> None:
+        """The dense side of a case, once per shape and batch; cases of one shape share it."""
+        key = str(case.geometry), case.n
+        if not self.cudnn or any(row.case == case.name and row.n == case.n for row in self.dense.get(key, [])):
+            return
+        if key in self.dense:  # another name of the same shape
+            known = {row.precision: row for row in self.dense[key]}
+            self.dense[key] += [row.model_copy(update={"case": case.name}) for row in known.values()]
+            return
+        try:
+            found = self.bench.dense(case.geometry, case.n, self.cold)
+        except RuntimeError as error:
+            self.dense[key] = []
+            self.missing.append(Missing(what=f"cuDNN {case.name} N={case.n}", why=str(error)[:500]))
+            return
+        shape = {"case": case.name, "geometry": case.geometry, "n": case.n}
+        self.dense[key] = [
+            DenseRow(
+                **shape,
+                precision=precision,
+                layout=dense.layout,
+                us=dense.timing.us,
+                spread_us=dense.timing.spread_us,
+                cold_us=dense.cold_us,
+            )
+            for precision, dense in found.items()
+        ]
+        cells = " ".join(f"{row.precision} {row.us:.1f}" for row in self.dense[key])
+        print(f"{self.seconds:6.1f} s  {case.name} N={case.n} cuDNN {cells} us", flush=True)
+
+    def measure(self, job: Job, made: Made) -> None:
+        """One row, or the reason why there is none."""
+        case, label = (
+            job.case,
+            f"{job.kernel} {job.precision} #{job.rank} {job.case.name} {job.case.sparsity} N={job.case.n}",
         )
-        for precision, n in [(p, n) for p in precisions for n in case.batches]:
-            ranked: list[tuple[dict[str, int], float | None]] = [
-                (config, prediction.us) for config, prediction in BAKED.configs(layer, device, precision, n)[:top]
-            ]
-            ranked += [(config, None) for config in extra.get(f"{case.name} {precision} {n}", [])]
-            for config, predicted in ranked:
-                built = BAKED.build(layer, weight, None, device, config, BuildOptions(precision, n, (90,), assembled))
-                variant = choose(built.node.plan, precision, n)
-                assert variant is not None
-                sizes = {"N": n, "H": g.h, "W": g.w, "OH": g.oh, "OW": g.ow}
-                file = f"k{len(jobs)}.ptx.gz"
-                (folder / file).write_bytes(gzip.compress(built.node.images[0].data, 6, mtime=0))
-                if assembled:
-                    (folder / f"k{len(jobs)}.cubin").write_bytes(built.node.images[1].data)
-                ops = [
-                    {
-                        "entry": op.entry, "grid": {str(n): [size.value(sizes) for size in op.grid]}, "block": op.block,
-                        "shared": op.shared_bytes, "cluster": op.cluster, "dependent": op.dependent,
-                        "args": [[arg.kind, arg.index] for arg in op.args],
-                    }
-                    for op in variant.ops
-                    if isinstance(op, Launch)
-                ]  # fmt: skip
-                sums = "fp32" if precision == "fp32" else "hf" if config.get("sums") == 32 else "h2"
-                brief = " ".join(
-                    f"{key}={value}" for key, value in config.items() if value and (key, value) not in _DULL
-                )
-                jobs.append({
-                    "name": f"{case.name} {sums} {brief}", "layer": case.name, "file": file, "weight": f"w{number}.npz",
-                    "geometry": g.model_dump(), "out": [g.oh, g.ow], "epilogue": layer.epilogue.model_dump(), "bias": None,
-                    "dtype": precision, "sums": sums, "batches": [n], "ops": ops, "config": config,
-                    "workspace": {str(n): variant.workspace.value(sizes)}, "predicted": {str(n): predicted},
-                })  # fmt: skip
-                print(jobs[-1]["name"], n, predicted, flush=True)
-    (folder / "jobs.json").write_text(json.dumps(jobs))
+        if made.node is None:
+            if made.why:
+                self.missing.append(Missing(what=label, why=made.why))
+            return
+        weight = weight_of(case)
+        sums = sums_of(job.precision, made.config, job.kernel)
+        try:
+            key = (case.name, case.sparsity, case.n)
+            checked, timing, cold = self.bench.sparse(key, made.node, weight, case.n, sums, self.cold)
+        except (WrongResultError, MachineError, InputError) as error:
+            print(f"{self.seconds:6.1f} s  FAILED {label}: {error}", flush=True)
+            self.missing.append(Missing(what=label, why=str(error)[:500]))
+            return
+        nnz = int(np.count_nonzero(weight))
+        row = Row(
+            case=case.name, geometry=case.geometry, n=case.n, sparsity=case.sparsity, nnz=nnz, kernel=job.kernel,
+            precision=job.precision, config=made.config, rank=job.rank, error=checked.error, worst=checked.worst, us=timing.us,
+            spread_us=timing.spread_us, cold_us=cold, bounds_us=bounds_of(job, made.config, nnz, find(DEVICE)),
+            predicted_us=made.predicted_us, code_bytes=len(made.node.images[0].data),
+            constant_bytes=sum(table.nbytes for table in made.node.constants), registers=made.registers,
+            spill_bytes=made.spill_bytes, build_s=round(made.seconds, 2),
+        )  # fmt: skip
+        self.rows.append(row)
+        name, bound = max(row.bounds_us.items(), key=lambda item: item[1])
+        chilled = "" if cold is None else f" cold {cold:.2f}"
+        print(
+            f"{self.seconds:6.1f} s  {label} {row.us:.2f} us +-{row.spread_us:.2f}{chilled} predicted {row.predicted_us:.1f} "
+            f"{name} {bound:.1f} error {row.error:.1e}",
+            flush=True,
+        )
 
 
-_DULL = {("mates", 1), ("rows", 1), ("splits", 1), ("min_blocks", 1), ("sums", 16)}
+def run(
+    work_list: Sequence[tuple[Case, list[Job]]], bench: Bench, measured: Run, pool: futures.Executor, limit_s: float
+) -> None:
+    """Measure in order of importance whatever is built; while nothing is, the next layer's dense side."""
+    waiting = {pool.submit(make, job): (number, job) for number, (_, made) in enumerate(work_list) for job in made}
+    dense_left = [case for case, _ in work_list]
+    while waiting and measured.seconds < limit_s:
+        ready = [future for future in waiting if future.done()]
+        if not ready and dense_left:
+            measured.measure_dense(dense_left.pop(0))
+        elif not ready:
+            futures.wait(waiting, timeout=1.0, return_when=futures.FIRST_COMPLETED)
+        else:
+            future = min(ready, key=lambda future: waiting[future][0])
+            _, job = waiting.pop(future)
+            if job.case in dense_left:
+                dense_left.remove(job.case)
+                measured.measure_dense(job.case)
+            try:
+                measured.measure(job, future.result())
+            except BrokenProcessPool as error:
+                raise MachineError(
+                    f"a building process died (out of memory?): {error}. Use fewer --workers."
+                ) from error
+        measured.write()
+    for future, (_, job) in waiting.items():
+        future.cancel()
+        text = f"{job.kernel} {job.precision} #{job.rank} {job.case.name} {job.case.sparsity} N={job.case.n}"
+        why = "built, not measured in time" if future.done() and not future.cancelled() else "not built in time"
+        measured.missing.append(Missing(what=text, why=why))
+    measured.write()
+
+
+def source_hash() -> str:
+    """SHA-256 over the kernels' sources, names and contents."""
+    digest = hashlib.sha256()
+    root = Path(str(files("sparsedeploy.plugins")))
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".cu"):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _commit() -> str:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+# ---------------------------------------------------------------- command line
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub = parser.add_subparsers(dest="what", required=True)
+    for name in ("list", "measure"):
+        made = sub.add_parser(name)
+        made.add_argument("--cases", default="targets", help="lists, by commas, most important first")
+        made.add_argument("--filters", type=Path, help="folder of trained filters (*.npz) for the list `real`")
+        made.add_argument("--only", default="", help="cases whose 'name sparsity N=n' contains this")
+        made.add_argument("--kernels", default=",".join(kernel.name for kernel in KERNELS))
+        made.add_argument("--precisions", default=",".join(PRECISIONS))
+        made.add_argument("--top", type=int, default=2, help="configurations of each kernel, best predicted first")
+        if name == "measure":
+            made.add_argument("--out", type=Path, required=True)
+            made.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+            made.add_argument("--limit-s", type=float, default=3600.0)
+            made.add_argument("--commit", default="", help="recorded where the checkout has no git folder")
+            made.add_argument("--no-cold", action="store_true")
+            made.add_argument("--no-cudnn", action="store_true")
+    sub.add_parser("summary").add_argument("file", type=Path)
+    return parser
+
+
+def _work_list(options: argparse.Namespace) -> list[tuple[Case, list[Job]]]:
+    found = cases(options.cases.split(","), options.filters)
+    found = [case for case in found if options.only in f"{case.name} {case.sparsity} N={case.n}"]
+    if not found:
+        raise InputError(f"--only {options.only!r} leaves no case of {options.cases}; `list` shows what there is.")
+    return list(jobs(found, options.kernels.split(","), options.precisions.split(","), options.top))
+
+
+def _measure(options: argparse.Namespace) -> int:
+    """Measure on this machine's GPU; 1 when a result was wrong."""
+    work_list = _work_list(options)
+    # Workers start before the driver does: a forked process cannot use CUDA, and a spawned one is slow to import.
+    context = multiprocessing.get_context("spawn")
+    pool = futures.ProcessPoolExecutor(options.workers, mp_context=context)
+    code = None if options.no_cold else pool.submit(straight_code)
+    bench = Gpu(code.result() if code else None)
+    command = " ".join(["python scripts/bench_kernels.py", *sys.argv[1:]])
+    measured = Run(
+        bench, options.out, command, options.commit or _commit(), cold=not options.no_cold, cudnn=not options.no_cudnn
+    )
+    run(work_list, bench, measured, pool, options.limit_s)
+    results = measured.results()
+    print(summary(results))
+    error, count = prediction_error(results)
+    print(f"predicted against measured: mean |log ratio| {error:.2f} over {count} rows of each kernel's own choice")
+    wrong = any("relative error" in entry.why or "differ" in entry.why for entry in results.missing)
+    sys.stdout.flush()
+    for process in list((pool._processes or {}).values()):  # builds that came too late
+        process.terminate()
+    os._exit(int(wrong))
 
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sub = parser.add_subparsers(dest="what", required=True)
-    make = sub.add_parser("prepare")
-    make.add_argument("folder", type=Path)
-    make.add_argument(
-        "--list", action="append", default=[], help="a work list or list/name of sparsedeploy.models.shapes"
-    )
-    make.add_argument("--sparsity", action="append", type=float, default=[])
-    make.add_argument("--batch", action="append", type=int, default=[])
-    make.add_argument("--precision", action="append", default=[], choices=["fp32", "fp16"])
-    make.add_argument("--filters", type=Path, help="folder of real pruned filters (*.npz)")
-    make.add_argument("--top", type=int, default=3)
-    make.add_argument("--extra", type=Path, help="JSON of further configurations by 'name precision batch'")
-    make.add_argument("--assemble", action="store_true")
-    go = sub.add_parser("run")
-    go.add_argument("folder", type=Path)
-    go.add_argument("--out", type=Path)
-    go.add_argument("--cudnn", action="store_true")
-    go.add_argument("--only", default="")
-    go.add_argument("--profile", action="store_true", help="check only, for use under a profiler")
-    options = parser.parse_args()
-    if options.what == "run":
-        return min(1, run(options.folder, options.out, options.cudnn, options.only, options.profile))
-    extra = json.loads(options.extra.read_text()) if options.extra else {}
-    found = cases(options.list, options.sparsity, options.batch, options.filters)
-    prepare(options.folder, found, options.precision or ["fp32", "fp16"], options.top, extra, options.assemble)
-    return 0
+    options = _parser().parse_args()
+    try:
+        if options.what == "summary":
+            print(summary(read(options.file)))
+            return 0
+        if options.what == "list":
+            for case, made in _work_list(options):
+                print(f"{case.name} {case.sparsity:g} N={case.n}: {len(made)} rows")
+            return 0
+        return _measure(options)
+    except SparseDeployError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -3,7 +3,7 @@
     python scripts/measure_device.py prepare FOLDER --arch 90     writes and assembles the probes (no GPU)
     python scripts/measure_device.py run FOLDER --out device.json     needs torch and a driver
 
-The fetch probe runs n fmas with immediates between two clock reads, block barriers every `step` of them (0: none), over
+Prints the measured ceilings beside those that plugins/cost.py assumes. The fetch probe runs n fmas with immediates between two clock reads, block barriers every `step` of them (0: none), over
 several passes; the time of a pass is the block's last end minus its first start, so passes of different warps cannot
 overlap. The first pass follows a kernel of 1 MB of other code. Clocks per instruction over the ideal (a warp instruction
 per scheduler and clock) is the price of fetching.
@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_kernels import Driver, time_us
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bench_device import time_us
+from raw_driver import Driver
+
+from sparsedeploy.plugins.cost import H200, Ceilings
 
 SIZES = (1024, 2048, 4096, 8192, 16384)
 STEPS = (0, 64, 256, 1024)
@@ -75,25 +80,74 @@ def prepare(folder: Path, arch: int) -> None:
 
 
 def run(folder: Path, out: Path | None) -> None:
-    """Measure, print a table, write JSON."""
+    """Measure, print a table, write JSON (after each part, so that a run that is stopped leaves what it had)."""
     import torch
 
     one = torch.zeros(1, device="cuda")
     properties = torch.cuda.get_device_properties(0)
+    for _ in range(3):  # clocks up
+        _copy_tbs(1 << 28)
     result: dict[str, Any] = {
+        "schema": 1,
         "device": properties.name,
+        "sm": 10 * properties.major + properties.minor,
         "sm_count": properties.multi_processor_count,
+        "clock_ghz": _clock_ghz(),
         "l2_mb": properties.L2_cache_size / 1e6,
+        "shared_kb": getattr(properties, "shared_memory_per_block_optin", 0) / 1024,
         "hbm_tbs": _copy_tbs(1 << 28),
         "l2_tbs": _copy_tbs(1 << 21),
-        "launch_us": time_us(one.zero_)[0],
+        "launch_us": time_us(one.zero_).us,
     }
     print(json.dumps(result), flush=True)
     driver = Driver()
     result["clusters_at_once"] = _clusters(driver, (folder / "fetch_1024_0.cubin").read_bytes())
-    result["fetch"] = _fetch(driver, folder, properties.multi_processor_count)
+    _write(result, out)
+    rows = _fetch(driver, folder, properties.multi_processor_count)
+    result |= {"fetch": rows, **from_fetch(rows)}
+    _write(result, out)
+    print("\n".join(compared(result, H200)))
+
+
+def _write(result: dict[str, Any], out: Path | None) -> None:
     if out:
-        out.write_text(json.dumps(result, indent=1))
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def _clock_ghz() -> float:
+    """The SM clock under load, by counting clocks of a spinning kernel against an event's time."""
+    import torch
+
+    torch.cuda._sleep(10_000_000)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(50_000_000)
+    end.record()
+    end.synchronize()
+    return 50_000_000 / (float(start.elapsed_time(end)) * 1e6)
+
+
+def from_fetch(rows: list[dict[str, float]]) -> dict[str, float]:
+    """What plugins/cost.py takes from the fetch table: issue_share, near_clocks and far_clocks."""
+
+    def warm(count: int, warps: int) -> float:
+        found = [row["warm"] for row in rows if row["instructions"] == count and row["warps"] == warps]
+        return min(found)  # over the barrier distances: what code may choose
+
+    return {
+        "issue_share": max(1.0, 24 / 4) / warm(2048, 24),
+        "near_clocks": warm(4096, 1),
+        "far_clocks": warm(16384, 1),
+    }
+
+
+def compared(result: dict[str, Any], ceilings: Ceilings) -> list[str]:
+    """A line for each number that the cost model assumes and this run measured."""
+    lines = [f"{'':14s} measured  assumed ({ceilings.source})"]
+    for name in ("sm_count", "clock_ghz", "hbm_tbs", "l2_tbs", "l2_mb", "shared_kb", "launch_us", "issue_share", "near_clocks", "far_clocks"):  # fmt: skip
+        measured, assumed = float(result[name]), float(getattr(ceilings, name))
+        lines.append(f"{name:14s} {measured:8.2f} {assumed:8.2f}  {measured / assumed - 1:+.0%}")
+    return lines
 
 
 def _copy_tbs(elements: int) -> float:

@@ -1,0 +1,282 @@
+"""What scripts/bench_kernels.py leaves: records of measured times, and the table that holds them against the targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from sparsedeploy.layer import Geometry, Precision
+from sparsedeploy.record import Document, Record
+
+Dense = Literal["fp32", "tf32", "fp16"]
+
+
+class Row(Record):
+    """One kernel with one configuration on one layer at one batch: checked against float64, then timed."""
+
+    case: str
+    """list/name of the shape, as models.shapes has it, or real/name for trained filters."""
+    geometry: Geometry
+    n: int
+    sparsity: float
+    """As asked for; real filters: as measured."""
+    nnz: int
+    kernel: str
+    precision: Precision
+    config: dict[str, int]
+    rank: int
+    """0 is what the kernel would choose by itself."""
+    error: float
+    """Relative L2 against float64."""
+    worst: float
+    """Largest error of one element over the root mean square of the result."""
+    us: float
+    """Median per launch in replayed CUDA graphs, caches warm."""
+    spread_us: float
+    """Largest minus smallest of the replays."""
+    cold_us: float | None = None
+    """Inside of a network: other layers run between two launches (`Results.between`)."""
+    bounds_us: dict[str, float]
+    """What each resource alone would take, predicted from counts."""
+    predicted_us: float
+    code_bytes: int
+    """Of the image that ran."""
+    constant_bytes: int
+    registers: int
+    spill_bytes: int
+    build_s: float
+    """Making PTX or CUDA C++ and assembling it, on one core."""
+
+
+class DenseRow(Record):
+    """cuDNN on the same layer in the same run: full search, best of NCHW and NHWC."""
+
+    case: str
+    geometry: Geometry
+    n: int
+    precision: Dense
+    layout: Literal["NCHW", "NHWC"]
+    us: float
+    spread_us: float
+    cold_us: float | None = None
+
+
+class Missing(Record):
+    """What was to be measured and was not."""
+
+    what: str
+    why: str
+
+
+class Results(Document):
+    """One run of the benchmark."""
+
+    command: str
+    commit: str
+    """Of the checkout, or "" where it is not known."""
+    source_sha256: str
+    """Of the kernels' sources (plugins/): what ran, whatever the checkout says."""
+    device: str
+    driver: str
+    clocks: tuple[str, str]
+    """SM clock, memory clock, temperature and power before and after, as nvidia-smi prints them."""
+    versions: dict[str, str]
+    launch_floor_us: float
+    """One more near-empty kernel in a graph."""
+    copy_tbs: float
+    """Read plus write of an elementwise copy far beyond the L2."""
+    between: str
+    """What runs between two launches for `cold_us`."""
+    seconds: float
+    rows: tuple[Row, ...]
+    dense: tuple[DenseRow, ...]
+    missing: tuple[Missing, ...]
+
+
+def read(path: Path) -> Results:
+    """Results from a file; raises InputError naming the wrong field."""
+    return Results.from_json(path.read_text(encoding="utf-8"), path)
+
+
+class Target(NamedTuple):
+    """One row of the table: what was asked for and what was reached. `value` is nan where rows are missing."""
+
+    work: str
+    unit: str
+    value: float
+    least: float
+    aim: float
+    detail: str
+
+    @property
+    def verdict(self) -> str:
+        """aim, reached, missed, or not measured."""
+        if math.isnan(self.value):
+            return "not measured"
+        less_is_better = self.unit == "us"
+        for bound, word in ((self.aim, "aim reached"), (self.least, "reached")):
+            if self.value <= bound if less_is_better else self.value >= bound:
+                return word
+        return "missed"
+
+
+RESNET = ("resnet50_3x3/64@56", "resnet50_3x3/128@28", "resnet50_3x3/256@14", "resnet50_3x3/512@7")
+REAL = (("64@56", 3.8, 3.0), ("128@28", 5.0, 3.6), ("256@14", 5.5, 4.0))
+
+
+class Table:
+    """Lookups in results, warm or cold."""
+
+    def __init__(self, results: Results, cold: bool = False) -> None:
+        self.results, self.cold = results, cold
+
+    def us(self, row: Row | DenseRow) -> float:
+        """The row's time, warm or cold; nan where cold was not measured."""
+        if not self.cold:
+            return row.us
+        return math.nan if row.cold_us is None else row.cold_us
+
+    def best(self, case: str, n: int, sparsity: float, precision: Precision | None = None) -> Row | None:
+        """The fastest row of a layer; None without one."""
+        found = [
+            row
+            for row in self.results.rows
+            if (row.case, row.n) == (case, n)
+            and abs(row.sparsity - sparsity) < 1e-6
+            and precision in (None, row.precision)
+            and not math.isnan(self.us(row))
+        ]
+        return min(found, key=self.us, default=None)
+
+    def dense(self, case: str, n: int, precision: Dense) -> float:
+        """Time of cuDNN; nan where it was not measured."""
+        for row in self.results.dense:
+            if (row.case, row.n, row.precision) == (case, n, precision):
+                return self.us(row)
+        return math.nan
+
+    def ratio(self, case: str, n: int, sparsity: float, precision: Precision | None, against: Dense) -> float:
+        """How many times faster the best row is than cuDNN."""
+        row = self.best(case, n, sparsity, precision)
+        return math.nan if row is None else self.dense(case, n, against) / self.us(row)
+
+
+def geomean(values: Iterable[float]) -> float:
+    """Geometric mean; nan where one is, or none is given."""
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def _mean_row(
+    table: Table, work: str, cases: Iterable[str], n: int, sparsity: float, precision: Precision | None, against: Dense,
+    least: float, aim: float,
+) -> Target:  # fmt: skip
+    ratios = {case: table.ratio(case, n, sparsity, precision, against) for case in cases}
+    detail = ", ".join(
+        f"{case.partition('/')[2]} {'-' if math.isnan(value) else f'{value:.2f}'}" for case, value in ratios.items()
+    )
+    return Target(work, "x", geomean(ratios.values()), least, aim, detail)
+
+
+def targets(results: Results, cold: bool = False) -> list[Target]:
+    """The speeds asked for, in the order they are listed, with what this run reached."""
+    table = Table(results, cold)
+    rows = [
+        _mean_row(table, "fp32 / cuDNN fp32, 90 %, geomean of four, N=32", RESNET, 32, 0.9, "fp32", "fp32", 7, 10),
+        _mean_row(table, "the same, N=1", RESNET, 1, 0.9, "fp32", "fp32", 6, 10),
+        _mean_row(table, "fp16 / cuDNN fp16, 90 %, 64@56, N=32", RESNET[:1], 32, 0.9, "fp16", "fp16", 1.8, 2.2),
+        _mean_row(table, "best / cuDNN fp16, 95 %, geomean of four, N=32", RESNET, 32, 0.95, None, "fp16", 1.2, 2),
+        _mean_row(table, "the same, N=1", RESNET, 1, 0.95, None, "fp16", 1.2, 2),
+        _mean_row(
+            table, "paper's 64<-32@256, fp32 / cuDNN fp32, 90 %, N=32", ("paper/32-64@256",), 32, 0.9, "fp32", "fp32", 8, 9.5
+        ),
+    ]  # fmt: skip
+    for name, least, aim in REAL:
+        rows.append(_real_row(table, name, least, aim))
+    pointwise = sorted({row.case for row in results.rows if row.case.startswith("resnet50_1x1/") and row.n == 32})
+    rows.append(
+        _mean_row(
+            table, "1x1 of ResNet-50, fp32 / cuDNN fp32, 90 %, geomean, N=32", pointwise, 32, 0.9, "fp32", "fp32", 2.5, 4
+        )
+    )  # fmt: skip
+    return rows
+
+
+def _real_row(table: Table, name: str, least: float, aim: float) -> Target:
+    """The fp32 time of a trained layer at 91 % and batch 1."""
+    work = f"real filters {name}, 91 %, N=1, fp32"
+    found = [
+        row
+        for row in table.results.rows
+        if row.case.startswith("real/resnet50") and name in row.case and row.n == 1 and 0.9 < row.sparsity < 0.92
+    ]
+    row = table.best(found[0].case, 1, found[0].sparsity, "fp32") if found else None
+    if row is None:
+        return Target(work, "us", math.nan, least, aim, "")
+    us = table.us(row)
+    ratio = table.dense(row.case, 1, "fp32") / us
+    return Target(work, "us", us, least, aim, f"{row.kernel}, {ratio:.1f}x over cuDNN fp32")
+
+
+def summary(results: Results) -> str:
+    """Everything worth reading, as Markdown: the targets, warm and cold, then a line for every layer."""
+    lines = [
+        f"Measured on an {results.device}, driver {results.driver}, {', '.join(f'{k} {v}' for k, v in results.versions.items())}; "
+        f"commit {results.commit or 'not known'}, kernels {results.source_sha256[:12]}. Copy {results.copy_tbs:.2f} TB/s, one more "
+        f"kernel in a graph {results.launch_floor_us:.2f} us. {len(results.rows)} rows, {len(results.missing)} not measured.",
+        "",
+        "| work | least | aim | reached | | cold | each |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for warm, cold in zip(targets(results), targets(results, cold=True), strict=True):
+        lines.append(
+            f"| {warm.work} | {warm.least:g}{_unit(warm)} | {warm.aim:g}{_unit(warm)} | {_number(warm)} | {warm.verdict} "
+            f"| {_number(cold)} | {warm.detail} |"
+        )
+    lines += ["", *_layers(results)]
+    return "\n".join(lines) + "\n"
+
+
+def _unit(target: Target) -> str:
+    return "x" if target.unit == "x" else " us"
+
+
+def _number(target: Target) -> str:
+    return "-" if math.isnan(target.value) else f"{target.value:.2f}{_unit(target)}"
+
+
+def _layers(results: Results) -> list[str]:
+    """One line per layer, sparsity and batch: the best time by precision beside its largest bound and cuDNN."""
+    warm, cold = Table(results), Table(results, cold=True)
+    lines = [
+        "| layer | zeros | N | best fp32 us (cold) | by | bound us | x fp32 | best fp16 us (cold) | by | bound us | x fp16 | cuDNN fp32 / tf32 / fp16 us |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    keys = dict.fromkeys((row.case, row.sparsity, row.n) for row in results.rows)
+    for case, sparsity, n in keys:
+        cells = [case, f"{sparsity:.1%}", str(n)]
+        for precision, against in (("fp32", "fp32"), ("fp16", "fp16")):
+            row = warm.best(case, n, sparsity, precision)  # type: ignore[arg-type]
+            if row is None:
+                cells += ["-"] * 4
+                continue
+            chilled = cold.best(case, n, sparsity, precision)  # type: ignore[arg-type]
+            name, bound = max(row.bounds_us.items(), key=lambda item: item[1], default=("-", math.nan))
+            cells += [
+                f"{row.us:.2f} ({'-' if chilled is None else f'{chilled.cold_us:.2f}'})",
+                row.kernel + (" hf" if row.config.get("sums") == 32 else ""),
+                f"{bound:.1f} {name}",
+                f"{warm.dense(case, n, against) / row.us:.2f}",  # type: ignore[arg-type]
+            ]
+        dense = [warm.dense(case, n, kind) for kind in ("fp32", "tf32", "fp16")]  # type: ignore[arg-type]
+        cells.append(" / ".join("-" if math.isnan(us) else f"{us:.1f}" for us in dense))
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def prediction_error(results: Results, wanted: Callable[[Row], bool] = lambda row: row.rank == 0) -> tuple[float, int]:
+    """Mean |log(predicted / measured)| over the rows that `wanted` takes, and their number."""
+    logs = [abs(math.log(row.predicted_us / row.us)) for row in results.rows if wanted(row) and row.predicted_us < 1e5]
+    return (sum(logs) / len(logs), len(logs)) if logs else (math.nan, 0)
