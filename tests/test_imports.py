@@ -39,6 +39,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("convert", "pruning"),
     ("reverify",),
     ("runtime",),
+    ("torch_operators",),
+    ("torch_runner",),
     ("timing", "results"),
     ("bench_figures",),
     ("bench_report",),
@@ -50,7 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FOLDERS = {"deploy": "sparsedeploy", "plugins": "sparsedeploy.plugins", "converters": "sparsedeploy.converters"}
 ONLY = {
-    "torch": {"converters/torch_model.py"},
+    "torch": {"converters/torch_model.py", "deploy/torch_operators.py", "deploy/torch_runner.py"},
     "tensorrt": {"deploy/engine.py"},
     "tensorrt_rtx_bindings": {"deploy/engine.py"},
     "cuda": {"plugins/host.py"},
