@@ -24,6 +24,9 @@ from sparsedeploy.plugins.node import Image, SparseConv
 _NUMPY_NAMES: dict[str, Precision] = {"<f4": "fp32", "<f2": "fp16"}
 _DYNAMIC_SHARED_DEFAULT = 48 * 1024
 _PORTABLE_CLUSTER = 8
+_MAX_ARGS = 64
+"""Parameters of one launch, as in plugins/trt/plan.h."""
+_MAX_GRID = (2**31 - 1, 65535, 65535)
 
 
 class Driver(Protocol):
@@ -309,10 +312,41 @@ def pick_image(node: SparseConv, dtype: Precision, capability: int) -> Image:
     )
 
 
+def _check_plan(node: SparseConv) -> None:
+    """The checks of plugins/trt/params.cpp: a damaged plan must not become a wild address. Raises InputError."""
+    for op in (op for variant in node.plan for op in variant.ops):
+        fault = _memset_fault(op) if isinstance(op, Memset) else _launch_fault(op, node)
+        if fault:
+            raise InputError(f"{node.layer}: {fault}. The node is damaged or was edited: convert the model again.")
+
+
+def _memset_fault(op: Memset) -> str:
+    return "its launch plan clears bytes before the workspace" if op.offset < 0 else ""
+
+
+def _launch_fault(op: Launch, node: SparseConv) -> str:
+    """What is wrong with a launch, or nothing."""
+    what = f"its launch plan's {op.entry}"
+    if not op.entry:
+        return "its launch plan holds a launch without an entry name"
+    if min(*op.block, op.cluster) < 1 or op.shared_bytes < 0:
+        return f"{what} has a block, cluster or shared size that is not positive"
+    if len(op.args) > _MAX_ARGS:
+        return f"{what} takes more than {_MAX_ARGS} arguments"
+    for arg in op.args:
+        if arg.kind == "constant" and not 0 <= arg.index < len(node.constants):
+            return f"{what} takes constant {arg.index}, the node has {len(node.constants)}"
+        if arg.kind == "workspace" and arg.index < 0:
+            return f"{what} takes an address before the workspace"
+        if arg.kind == "residual" and not node.has_residual:
+            return f"{what} takes a residual, the node has none"
+    return ""
+
+
 class Runner:
     """One node made ready on one device: images loaded, entries configured, constants uploaded, all once.
 
-    Raises MachineError when the device cannot run it.
+    Raises MachineError when the device cannot run it, InputError when its launch plan is malformed.
     """
 
     def __init__(self, node: SparseConv, device: int = 0, driver: Driver | None = None) -> None:
@@ -321,12 +355,13 @@ class Runner:
                 f"{node.layer}: this node carries weights but no code to run (kernel {node.kernel}). Convert it for a target "
                 f"and kernel that ship code."
             )
+        _check_plan(node)
         self.node, self.device = node, device
         self._driver: Driver = driver or cuda_driver()
         self._driver.activate(device)
         self.capability = self._driver.capability(device)
         self._modules: dict[Precision, int] = {}
-        self._functions: dict[tuple[Precision, Launch], int] = {}
+        self._functions: dict[tuple[Precision, str], int] = {}
         self._constants: list[int] = []
         self._workspace, self._workspace_bytes = 0, 0
         self._retired: list[int] = []
@@ -379,10 +414,10 @@ class Runner:
         self._room(variant.workspace.value(sizes), handle)
         for op in variant.ops:
             if isinstance(op, Memset):
-                self._driver.zero(self._workspace + op.offset, op.bytes.value(sizes), handle)
+                self._clear(op, variant, sizes, handle)
             else:
                 pointers = {"input": view.address, "output": target.address, "residual": extra}
-                self._driver.launch(self._functions[dtype, op], self._call(op, sizes, pointers), handle)
+                self._driver.launch(self._functions[dtype, op.entry], self._call(op, sizes, pointers), handle)
         return out
 
     # -- inside
@@ -405,19 +440,33 @@ class Runner:
         return variant
 
     def _prepare(self, dtype: Precision, variant: Variant) -> None:
-        missing = [op for op in variant.ops if isinstance(op, Launch) and (dtype, op) not in self._functions]
+        missing = [op for op in variant.ops if isinstance(op, Launch) and (dtype, op.entry) not in self._functions]
         if not missing:
             return
         if dtype not in self._modules:
             self._modules[dtype] = self._driver.load(pick_image(self.node, dtype, self.capability).data)
-        for op in missing:
-            if op.cluster > 1 and self.capability < 90:
+        for entry in dict.fromkeys(op.entry for op in missing):
+            # The settings belong to the entry, not to one launch of it: the most that any of its launches asks for.
+            launches = self._launches(dtype, entry)
+            cluster = max(op.cluster for op in launches)
+            if cluster > 1 and self.capability < 90:
                 raise MachineError(
-                    f"{self.node.layer}: its plan launches clusters of {op.cluster} blocks, which need compute capability 9.0; "
+                    f"{self.node.layer}: its plan launches clusters of {cluster} blocks, which need compute capability 9.0; "
                     f"this device has {self.capability // 10}.{self.capability % 10}. Convert again for this device."
                 )
-            function = self._driver.function(self._modules[dtype], op.entry, op.shared_bytes, op.cluster)
-            self._functions[dtype, op] = function
+            shared_bytes = max(op.shared_bytes for op in launches)
+            self._functions[dtype, entry] = self._driver.function(self._modules[dtype], entry, shared_bytes, cluster)
+
+    def _launches(self, dtype: Precision, entry: str) -> list[Launch]:
+        ops = [op for variant in self.node.plan if variant.dtype == dtype for op in variant.ops]
+        return [op for op in ops if isinstance(op, Launch) and op.entry == entry]
+
+    def _clear(self, op: Memset, variant: Variant, sizes: dict[str, int], stream: int) -> None:
+        size = op.bytes.value(sizes)
+        if not 0 <= size <= variant.workspace.value(sizes) - op.offset:
+            raise InputError(f"{self.node.layer}: its plan clears bytes beyond its workspace. Convert the model again.")
+        if size:
+            self._driver.zero(self._workspace + op.offset, size, stream)
 
     def _room(self, size: int, stream: int) -> None:
         """Grow the workspace; old ones stay, since work in flight and captured graphs may use them."""
@@ -444,6 +493,12 @@ class Runner:
             else:
                 values.append((pointers[arg.kind], 8))
         x, y, z = (size.value(sizes) for size in op.grid)
+        for axis, (size, most) in enumerate(zip((x, y, z), _MAX_GRID, strict=True)):
+            if not 1 <= size <= most:
+                raise InputError(
+                    f"{self.node.layer}: its plan launches {op.entry} with a grid of {size} along axis {axis}, a device runs "
+                    f"1 to {most}. Convert for a smaller batch."
+                )
         dependent = op.dependent and self.capability >= 90
         return Call(op.entry, (x, y, z), op.block, op.shared_bytes, op.cluster, dependent, tuple(values))
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conv_cases import EPILOGUES, fill
+from conv_cases import EPILOGUES, Case, fill
+from numpy.typing import NDArray
 
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError, MachineError
-from sparsedeploy.layer import Epilogue, Geometry
+from sparsedeploy.layer import Epilogue, Geometry, Precision
 from sparsedeploy.plugins import epilogue, host, kernel_named
 from sparsedeploy.plugins.host import Call, DeviceArray, Runner, pick_image
 from sparsedeploy.plugins.kernel import BuildOptions
-from sparsedeploy.plugins.launch import Arg, Launch, Memset, Variant, const, var
+from sparsedeploy.plugins.launch import Arg, Expr, Launch, Memset, Variant, const, var
 from sparsedeploy.plugins.node import Image, SparseConv
 from sparsedeploy.plugins.reference import conv2d
 
@@ -230,6 +231,58 @@ def test_node_without_code_is_refused() -> None:
         Runner(replace(NODE, images=()), 0, FakeDriver())
 
 
+def test_entry_gets_the_most_shared_memory_and_cluster_that_its_launches_ask_for() -> None:
+    small, large = replace(LAUNCH, shared_bytes=60_000, cluster=1), replace(LAUNCH, shared_bytes=200_000, cluster=4)
+    plan = (Variant("fp32", (small,), max_n=1), Variant("fp32", (large, small)), Variant("fp16", (LAUNCH,)))
+    driver = FakeDriver()
+    made = Runner(replace(NODE, plan=plan), 0, driver)
+    for n in (1, 2):
+        made.run(Foreign((n, 3, 6, 5)), out=Foreign((n, 4, 6, 5)))
+    assert driver.said("function") == [(7, "conv", 200_000, 4)]
+    assert [call.shared_bytes for call, _ in driver.said("launch")] == [60_000, 200_000, 60_000]
+
+
+@pytest.mark.parametrize(
+    ("op", "message"),
+    [
+        (replace(LAUNCH, entry=""), "a launch without an entry name"),
+        (replace(LAUNCH, block=(64, 0, 1)), "conv has a block, cluster or shared size that is not positive"),
+        (replace(LAUNCH, cluster=0), "that is not positive"),
+        (replace(LAUNCH, shared_bytes=-1), "that is not positive"),
+        (replace(LAUNCH, args=(Arg("input"),) * 65), "takes more than 64 arguments"),
+        (replace(LAUNCH, args=(Arg("constant", 1),)), "takes constant 1, the node has 1"),
+        (replace(LAUNCH, args=(Arg("constant", -1),)), "takes constant -1"),
+        (replace(LAUNCH, args=(Arg("workspace", -4),)), "an address before the workspace"),
+        (replace(LAUNCH, args=(Arg("residual"),)), "takes a residual, the node has none"),
+        (Memset(-1, const(4)), "clears bytes before the workspace"),
+    ],
+)
+def test_damaged_plan_is_refused_before_anything_is_allocated(op: Launch | Memset, message: str) -> None:
+    driver = FakeDriver()
+    with pytest.raises(InputError, match=rf"stage1\.conv: .*{message}.*convert the model again"):
+        Runner(replace(NODE, plan=(Variant("fp32", (op,)),)), 0, driver)
+    assert driver.live == {}
+
+
+@pytest.mark.parametrize("size", [var("N") - 1, var("N") * 2**17])
+def test_grid_that_no_device_runs_is_refused(size: Expr) -> None:
+    plan = (Variant("fp32", (replace(LAUNCH, grid=(const(1), size, const(1)), cluster=1),), const(64)),)
+    with pytest.raises(InputError, match=r"conv with a grid of \d+ along axis 1, a device runs 1 to 65535"):
+        Runner(replace(NODE, plan=plan), 0, FakeDriver()).run(Foreign((1, 3, 6, 5)))
+
+
+def test_clearing_beyond_the_workspace_is_refused_and_of_nothing_left_out() -> None:
+    for size, zeroed in ((var("N") * 33, None), (var("N") - 1, 0), (const(32), 1)):
+        driver = FakeDriver()
+        made = Runner(replace(NODE, plan=(Variant("fp32", (Memset(32, size),), const(64)),)), 0, driver)
+        if zeroed is None:
+            with pytest.raises(InputError, match="clears bytes beyond its workspace"):
+                made.run(Foreign((1, 3, 6, 5)))
+        else:
+            made.run(Foreign((1, 3, 6, 5)))
+            assert len(driver.said("zero")) == zeroed
+
+
 def test_stream_of_each_library() -> None:
     for name in ("cuda_stream", "ptr", "handle"):
         assert host._stream(type("Stream", (), {name: 42})()) == 42
@@ -289,27 +342,91 @@ def test_device_array_goes_there_and_back() -> None:
     assert np.array_equal(DeviceArray(driver, values.shape, "fp32").upload(values).numpy(), values)
 
 
+def on_device(kernel: str, precision: Precision, case: Case) -> SparseConv:
+    """The node for the newest architecture that this machine's device runs."""
+    archs = {53: "jetson-nano", 80: "a100", 90: "h200"}
+    arch = max(known for known in archs if known <= host.cuda_driver().capability(0))
+    options = BuildOptions(precision, len(case.x), (arch,))
+    return kernel_named(kernel).build(case.layer, case.weight, case.bias, find(archs[arch]), {}, options).node
+
+
+def check(node: SparseConv, case: Case, got: NDArray[Any]) -> None:
+    """Each element against float64, in roundings of its sum of magnitudes."""
+    element = np.float32 if node.precision == "fp32" else np.float16
+    weight, bias = kernel_named(node.kernel).unpack(node)
+    assert case.residual is not None
+    sums = conv2d(case.x.astype(element), weight, bias, case.geometry)
+    expected = epilogue.apply(case.layer.epilogue, sums, case.residual.astype(element))
+    scale = conv2d(np.abs(case.x), np.abs(weight), None, case.geometry) + 8
+    assert (np.abs(got - expected) <= scale * (2.0**-20 if node.precision == "fp32" else 2.0**-8)).all()
+
+
+CASE_GEOMETRY = Geometry(oc=40, ic=24, kh=3, kw=3, h=15, w=14, pads=(1, 1, 1, 1))
+EVERY = pytest.mark.parametrize(
+    ("kernel", "precision"), [("packed", "fp32"), ("packed", "fp16"), ("csr", "fp32"), ("csr", "fp16")]
+)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("kernel", ["packed", "csr"])
-def test_data_driven_kernels_run_on_the_device(kernel: str, precision: str) -> None:
-    g = Geometry(oc=40, ic=24, kh=3, kw=3, h=15, w=14, stride=(1, 1), pads=(1, 1, 1, 1))
-    case = fill(g, EPILOGUES[2], 900, 3, 4)
-    driver = host.cuda_driver()
-    archs = (53, 80, 90)
-    arch = max(known for known in archs if known <= driver.capability(0))
-    options = BuildOptions(precision, 3, (arch,))  # type: ignore[arg-type]
-    device = {53: "jetson-nano", 80: "a100", 90: "h200"}[arch]
-    node = kernel_named(kernel).build(case.layer, case.weight, case.bias, find(device), {}, options).node
+@EVERY
+def test_data_driven_kernels_run_on_the_device(kernel: str, precision: Precision) -> None:
+    case = fill(CASE_GEOMETRY, EPILOGUES[2], 900, 3, 4)
+    node = on_device(kernel, precision, case)
     made = Runner(node)
     assert case.residual is not None
     x = made.empty(3, node.precision, "input").upload(case.x)
     extra = made.empty(3, node.precision).upload(case.residual)
     first = made.run(x, extra).numpy()
     assert np.array_equal(first, made.run(x, extra).numpy())
-    element = np.float32 if precision == "fp32" else np.float16
-    weight, bias = kernel_named(kernel).unpack(node)
-    sums = conv2d(case.x.astype(element), weight, bias, g)
-    expected = epilogue.apply(case.layer.epilogue, sums, case.residual.astype(element))
-    scale = conv2d(np.abs(case.x), np.abs(weight), None, g) + 8
-    assert (np.abs(first - expected) <= scale * (2.0**-20 if precision == "fp32" else 2.0**-8)).all()
+    check(node, case, first)
+
+
+@pytest.mark.gpu
+@EVERY
+def test_torch_tensors_streams_and_graphs(kernel: str, precision: Precision) -> None:
+    torch = pytest.importorskip("torch")
+    case = fill(CASE_GEOMETRY, EPILOGUES[2], 900, 3, 4)
+    node = on_device(kernel, precision, case)
+    made = Runner(node)
+    kind = torch.float32 if precision == "fp32" else torch.float16
+    x, extra = (torch.from_numpy(values).to("cuda", kind) for values in (case.x, case.residual))
+    out = torch.full(extra.shape, float("nan"), device="cuda", dtype=kind)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    assert made.run(x, extra, out, stream) is out
+    stream.synchronize()
+    check(node, case, out.cpu().numpy())
+    once = out.clone()
+    made.reserve(3, node.precision)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made.run(x, extra, out, torch.cuda.current_stream())
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, once)
+    with pytest.raises(InputError, match="not contiguous"):
+        made.run(x.to(memory_format=torch.channels_last), extra)
+    with pytest.raises(InputError, match=r"needed an array on the GPU|lies on DLPack device type 1"):
+        made.run(x.cpu(), extra)
+
+
+@pytest.mark.gpu
+@EVERY
+def test_cupy_arrays_and_streams(kernel: str, precision: Precision) -> None:
+    cupy = pytest.importorskip("cupy")
+    case = fill(CASE_GEOMETRY, EPILOGUES[2], 900, 3, 4)
+    node = on_device(kernel, precision, case)
+    made = Runner(node)
+    kind = np.float32 if precision == "fp32" else np.float16
+    x, extra = (cupy.asarray(values, dtype=kind) for values in (case.x, case.residual))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    out = cupy.full(extra.shape, np.nan, kind)
+    cupy.cuda.get_current_stream().synchronize()
+    made.run(x, extra, out, stream)
+    stream.synchronize()
+    check(node, case, cupy.asnumpy(out))
+    ours = made.run(x, extra)  # our own array, read by CuPy without a copy
+    cupy.cuda.get_current_stream().synchronize()
+    assert cupy.array_equal(cupy.asarray(ours), out)
