@@ -77,21 +77,23 @@ def format_rate(tflops: float) -> str:
     return f"{tflops:.4g} TFLOP/s" if tflops >= 1 else f"{tflops * 1e3:.4g} GFLOP/s"
 
 
-def roofline_svg(device: Device, precision: Precision, points: Sequence[Point], form: Format) -> str:
-    """The device's roofs, log-log, with the layers on them."""
-    with _canvas(form, form.width * (0.56 if form.names_beside else 0.95)) as (figure, axes):
+def roofline_svg(
+    device: Device, precision: Precision, points: Sequence[Point], form: Format, name: str = "roofline"
+) -> str:
+    """The device's roofs, log-log, with the layers on them. `name` tells pictures of one page apart."""
+    with canvas(form, form.width * (0.56 if form.names_beside else 0.95)) as (figure, axes):
         unit = 1.0 if device.fp32_tflops >= 1 else 1e3
         _frame_roofline(axes, device, precision, points, unit, form)
         _draw_roofs(axes, device, precision, unit, form)
-        titles = _draw_points(axes, points, unit)
-        return _svg(figure, f"roofline-{form.name}", f"Roofline of the model on {device.title}", titles)
+        titles = _draw_points(axes, points, unit, "" if name == "roofline" else f"{name}-{form.name}-")
+        return as_svg(figure, f"{name}-{form.name}", f"Roofline of the model on {device.title}", titles)
 
 
 def times_svg(bars: Sequence[Bars], basis: str, form: Format) -> str:
     """Two horizontal bars a layer, dense above sparse; the chosen one is solid and its number bold."""
     row = 0.29 if form.names_beside else 0.42
     height = row * max(len(bars), 1) + 0.5
-    with _canvas(form, height) as (figure, axes):
+    with canvas(form, height) as (figure, axes):
         margin = 2.75 if form.names_beside else 0.1
         figure.subplots_adjust(
             left=margin / form.width, right=1 - 0.1 / form.width, top=1 - 0.43 / height, bottom=0.07 / height
@@ -109,10 +111,10 @@ def times_svg(bars: Sequence[Bars], basis: str, form: Format) -> str:
         for side in ("left", "right", "bottom", "top"):
             axes.spines[side].set_visible(False)
         _draw_bars(axes, bars, limit, form)
-        return _svg(figure, f"times-{form.name}", f"Time per layer, dense and sparse, {basis}", {})
+        return as_svg(figure, f"times-{form.name}", f"Time per layer, dense and sparse, {basis}", {})
 
 
-def _draw_points(axes: Axes, points: Sequence[Point], unit: float) -> dict[str, list[str]]:
+def _draw_points(axes: Axes, points: Sequence[Point], unit: float, prefix: str) -> dict[str, list[str]]:
     """Plot the points, one artist per look; returns the titles of each artist's marks by its id.
 
     A point outside the frame is drawn at its edge: its title still has its numbers.
@@ -123,7 +125,7 @@ def _draw_points(axes: Axes, points: Sequence[Point], unit: float) -> dict[str, 
         looks.setdefault((point.form, point.chosen), []).append(point)
     titles = {}
     for (form, chosen), group in sorted(looks.items()):
-        colour, gid = SPARSE if form == "sparse" else DENSE, f"{form}-{'chosen' if chosen else 'not'}"
+        colour, gid = SPARSE if form == "sparse" else DENSE, f"{prefix}{form}-{'chosen' if chosen else 'not'}"
         axes.plot(
             [min(max(point.intensity, left), right) for point in group],
             [min(max(point.tflops * unit, bottom), top) for point in group],
@@ -248,7 +250,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bars], limit: float, form: Format) -> 
     gap = 3 * limit / (box.width * 72 / axes.figure.dpi)
     """3 points in microseconds."""
     boxes: dict[str, list[tuple[float, float]]] = {}
-    names = _short_names([bar.name for bar in bars], 38 if form.names_beside else 52)
+    names = short_names([bar.name for bar in bars], 38 if form.names_beside else 52)
     for i, (bar, name) in enumerate(zip(bars, names, strict=True)):
         if form.names_beside:
             axes.text(-2 * gap, i, name, ha="right", va="center", color=INK, parse_math=False)
@@ -272,10 +274,10 @@ def _draw_bars(axes: Axes, bars: Sequence[Bars], limit: float, form: Format) -> 
                 parse_math=False,
             )  # fmt: skip
     for colour, ends in boxes.items():
-        axes.add_patch(_rectangles(ends, thick, colour))
+        axes.add_patch(rectangles(ends, thick, colour))
 
 
-def _rectangles(ends: Sequence[tuple[float, float]], thick: float, colour: str) -> PathPatch:
+def rectangles(ends: Sequence[tuple[float, float]], thick: float, colour: str) -> PathPatch:
     """All bars of one look as a single path: (length, centre) each, from 0."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
@@ -291,7 +293,7 @@ def _rectangles(ends: Sequence[tuple[float, float]], thick: float, colour: str) 
     return PathPatch(Path(vertices, codes), facecolor=colour, linewidth=0)
 
 
-def _short_names(names: Sequence[str], length: int) -> list[str]:
+def short_names(names: Sequence[str], length: int) -> list[str]:
     """Names as the chart shows them: whole when all fit, else without the folders that all share at either end."""
     names = ["".join(letter if letter.isprintable() else " " for letter in name) for name in names]
     if len(names) > 1 and max(map(len, names)) > length:
@@ -315,7 +317,7 @@ def _cut(name: str, length: int) -> str:
 
 
 @contextmanager
-def _canvas(form: Format, height: float) -> Iterator[tuple[Figure, Axes]]:
+def canvas(form: Format, height: float) -> Iterator[tuple[Figure, Axes]]:
     """A bare figure under fixed settings: what a user's matplotlibrc says must not change the report."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -343,7 +345,7 @@ def _canvas(form: Format, height: float) -> Iterator[tuple[Figure, Axes]]:
         yield figure, axes
 
 
-def _svg(figure: Figure, salt: str, label: str, titles: Mapping[str, Sequence[str]]) -> str:
+def as_svg(figure: Figure, salt: str, label: str, titles: Mapping[str, Sequence[str]]) -> str:
     """The figure as an <svg> element for HTML: no prolog, no metadata, no fixed size, colours as variables."""
     import matplotlib
 

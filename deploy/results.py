@@ -106,6 +106,18 @@ class LeftOut(Record):
     reason: str
 
 
+class LayerTime(Record):
+    """One step of the network in both models, in its place there: microseconds."""
+
+    name: str
+    dense_us: float
+    """In the baseline."""
+    sparse_us: float
+    """In the sparse model, where it may have stayed dense."""
+    sparse: bool
+    """Whether the bundle runs it sparse."""
+
+
 class Speedup(Record):
     """How many times faster the sparse variant is than a dense one, paired by rounds."""
 
@@ -127,6 +139,8 @@ class Case(Record):
     best: str
     """The fastest sparse variant."""
     speedups: tuple[Speedup, ...]
+    layers: tuple[LayerTime, ...] = ()
+    """Of baseline and best, where the runner or `tune` timed single layers."""
     reasons: tuple[str, ...] = ()
     """Why it is INVALID; empty when it is VALID."""
     notes: tuple[str, ...] = ()
@@ -150,16 +164,6 @@ class Case(Record):
         return next(
             speedup for speedup in self.speedups if (speedup.dense, speedup.metric) == (self.baseline, "gpu_compute")
         )
-
-
-class LayerTime(Record):
-    """Measured times of one layer on the device, microseconds."""
-
-    name: str
-    dense_us: float
-    sparse_us: float
-    sparse: bool
-    """Whether the bundle runs it sparse."""
 
 
 class SweepLayer(Record):
@@ -209,8 +213,6 @@ class Results(Document):
     settings: Settings
     machine: Machine
     cases: tuple[Case, ...] = ()
-    layers: tuple[LayerTime, ...] = ()
-    """Where `tune` has measured layers."""
     sweep: tuple[SweepPoint, ...] = ()
 
     @property

@@ -85,7 +85,7 @@ def student_t(freedom: int) -> float:
 
 
 def paired_ratio(dense: Sequence[float], sparse: Sequence[float]) -> Ratio:
-    """dense / sparse with a 95 % interval, from values measured in pairs, one after the other.
+    """Ratio dense / sparse with a 95 % interval, from values measured in pairs, one after the other.
 
     The t interval of the mean of log(dense / sparse). Logarithms because a ratio is not symmetric and its error is
     relative; pairs because what both feel alike (clock, temperature) cancels in each; t, not a bootstrap, because a bench

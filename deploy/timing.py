@@ -108,7 +108,7 @@ def _once(session: Session, clock: Clock) -> float:
 
 def _warm(session: Session, feeds: Feeds, schedule: Schedule, clock: Clock) -> _Turn:
     """Run until the time is over, and share out a turn by what one inference and one copy then take."""
-    until, times = clock() + schedule.warmup_s * 1e9, []
+    until, times = clock() + schedule.warmup_s * 1e9, list[float]()
     while len(times) < FEWEST_WARM or clock() < until:
         times.append(_once(session, clock))
     with_copies = min(_transfer(session, feeds, _Copies(), clock) for _ in range(2))
