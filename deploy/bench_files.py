@@ -11,7 +11,7 @@ from sparsedeploy.devices import DEVICES, Device, find
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.layer import ConvLayer
 from sparsedeploy.reading import read
-from sparsedeploy.results import RESULTS, Machine, Results
+from sparsedeploy.results import RESULTS, Machine, Results, read_results
 
 
 def save_in_bundle(out: Path, results: Results) -> tuple[str, ...]:
@@ -34,6 +34,25 @@ def save_in_bundle(out: Path, results: Results) -> tuple[str, ...]:
     evidence = manifest.evidence.model_copy(update={"device": manifest.evidence.device or on_target})
     _replace(out, files, manifest.model_copy(update={"evidence": evidence}))
     return tuple(notes)
+
+
+def keep_other_part(out: Path, results: Results) -> Results:
+    """The results with the bundle's earlier sweep, or its earlier cases beside a new sweep, where one GPU made both."""
+    path = out / RESULTS
+    if not path.is_file():
+        return results
+    before = read_results(path)
+    if (before.machine, before.model_hash, before.precision) != (
+        results.machine,
+        results.model_hash,
+        results.precision,
+    ):
+        return results
+    if results.sweep:
+        # Settings are those of the cases: compare reads them.
+        kept = {"cases": before.cases, "settings": before.settings, "hashes": before.hashes, "kernels": before.kernels}
+        return results.model_copy(update=kept) if before.cases else results
+    return results.model_copy(update={"sweep": before.sweep})
 
 
 def _replace(out: Path, files: Mapping[str, str], manifest: bundle.Manifest) -> None:

@@ -19,6 +19,8 @@ HEADINGS = (
     "GPU Compute Time, ms", "median", "min", "mean", "p90", "p95", "p99", "CV", "samples", "Enqueue Time", "host wall",
     "H2D Latency", "D2H Latency", "Latency", "images/s", "first run", "dense / this",
 )  # fmt: skip
+CONSOLE = ((0, 1, 2, 3, 4, 5, 6, 7, 8, 16), (0, 9, 10, 11, 12, 13, 14, 15))
+"""Columns of the two tables that a console has room for."""
 WORDS = (
     "As in trtexec: GPU Compute Time is the inference alone; Enqueue Time until the host is free again; H2D and D2H Latency the "
     "copies of inputs and outputs; Latency all of it, from host to host (here by the host's clock, pinned memory). Its "
@@ -52,8 +54,11 @@ def verdict(case: Case) -> str:
 
 
 def table(case: Case) -> list[tuple[str, ...]]:
-    """Rows under HEADINGS, fastest first; n/a where there are too few samples."""
-    return [_row(case, timing) for timing in sorted(case.timings, key=lambda timing: timing.gpu_compute.median_ms)]
+    """HEADINGS and under them the variants, fastest first; n/a where there are too few samples."""
+    return [
+        HEADINGS,
+        *(_row(case, timing) for timing in sorted(case.timings, key=lambda timing: timing.gpu_compute.median_ms)),
+    ]
 
 
 def _row(case: Case, timing: Timing) -> tuple[str, ...]:
@@ -178,7 +183,7 @@ def _case_view(case: Case, results: Results, layers: Sequence[ConvLayer], device
     points = measured_points(case.layers, layers, results.precision, case.batch) if device else []
     view: dict[str, Any] = {
         "anchor": anchor, "batch": case.batch, "verdict": verdict(case), "remarks": remarks(case),
-        "headings": HEADINGS, "rows": table(case),
+        "headings": HEADINGS, "rows": table(case)[1:],
     }  # fmt: skip
     for form in (WIDE, NARROW):
         view[f"latency_{form.name}"] = Markup(latency_svg(case, form, f"{anchor}-latency"))

@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from sparsedeploy import __version__, devices
-from sparsedeploy.errors import InputError, SparseDeployError
+from sparsedeploy.errors import CheckFailed, InputError, SparseDeployError
 from sparsedeploy.gpu import closest, first_gpu
 
 if TYPE_CHECKING:
@@ -390,6 +390,96 @@ def _arch(name: str | None) -> Arch | None:
     if name is None or name == "x86_64" or name == "aarch64":
         return name  # type: ignore[return-value]
     raise InputError(f"--arch {name}: needed x86_64 (servers, PCs) or aarch64 (Jetson, Grace).")
+
+
+@app.command()
+def bench(
+    source: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="BUNDLE", help="Bundle made by convert; with --sweep also a model file.", show_default=False
+        ),
+    ] = None,
+    runners: Annotated[
+        str | None,
+        typer.Option(
+            "--runners", help="torch, tensorrt, tensorrt_rtx, onnxruntime; with commas.", show_default="those installed"
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option("--batch", help="Images per inference, as in 1,8,32.", show_default="the one converted for"),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            help="Of the dense baselines: fp32, tf32, fp16. With --sweep: fp32 or fp16, of the conversion.",
+            show_default="the bundle's and all looser ones",
+        ),
+    ] = None,
+    duration: Annotated[float, typer.Option("--duration", min=0.01, max=3600, help="Seconds per variant.")] = 2.0,
+    warmup: Annotated[float, typer.Option("--warmup", min=0, max=600, help="Seconds per variant before.")] = 0.5,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random inputs.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--out",
+            help="Write the results (INVALID ones too) to this file, and a page beside it, not to the bundle.",
+        ),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            "--compare", help="Measure nothing: hold two results.json against each other.", show_default=False
+        ),
+    ] = None,
+    fail_if: Annotated[
+        list[str] | None,
+        typer.Option("--fail-if", help="With --compare: exit 1 if so, as in 'p90_ms>+5%'; may be repeated."),
+    ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="With --compare: also results of different devices or settings.")
+    ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option("--sweep", help="LOW:HIGH shares of zeros: prune, convert and measure at each, as in 0.8:0.99."),
+    ] = None,
+    shape: Shapes = None,
+    layer: Layers = None,
+    as_json: Json = False,
+) -> None:
+    """Measure dense and sparse side by side on this GPU: outputs checked first, then timed in turns, and judged."""
+    from sparsedeploy import bench_command
+
+    asked = bench_command.Asked(
+        source=source, runners=runners, batch=batch, precision=precision, duration_s=duration, warmup_s=warmup, seed=seed,
+        out=out, compare=compare, fail_if=tuple(fail_if or ()), anyway=anyway, sweep=sweep, shapes=_shapes(shape),
+        layers=tuple(layer or ()), as_json=as_json,
+    )  # fmt: skip
+    with _progress(as_json) as tell:
+        said = bench_command.run(asked, tell)
+    if as_json:
+        sys.stdout.write(said.record.to_json())
+    else:
+        for part in said.parts:
+            _print_part(part)
+    if said.failed:
+        raise CheckFailed(said.failed)
+
+
+def _print_part(part: str | tuple[tuple[str, ...], ...]) -> None:
+    """A line, or a table whose first row is its head."""
+    if isinstance(part, str):
+        print(part)
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, name in enumerate(part[0]):
+        table.add_column(escape(name), justify="right" if i else "left", overflow="fold")
+    for row in part[1:]:
+        table.add_row(*map(escape, row))
+    _console().print(table)
 
 
 @app.command()

@@ -71,6 +71,7 @@ def sweep(request: Sweep, tools: Tools | None = None) -> tuple[Results, tuple[Co
     GPU, and what prune, convert and bench raise.
     """
     model, precision = _source(request)
+    name, model_hash = _identity(request.source)
     tools = tools or tools_here()
     if tools.gpu is None:
         raise MachineError(
@@ -99,8 +100,8 @@ def sweep(request: Sweep, tools: Tools | None = None) -> tuple[Results, tuple[Co
     results = Results(
         commit=commit(),
         made=datetime.now(timezone.utc).replace(microsecond=0).isoformat(),
-        model=request.source.name,
-        model_hash=file_hash(model),
+        model=name,
+        model_hash=model_hash,
         target=device.name,
         precision=precision,
         settings=measured.settings if measured else _settings(request.bench),
@@ -121,6 +122,14 @@ def _source(request: Sweep) -> tuple[Path, Precision]:
             "the model file instead to sweep in another precision."
         )
     return source / bundle.DENSE_MODEL, manifest.precision
+
+
+def _identity(source: Path) -> tuple[str, str]:
+    """Name and hash of the model; a bundle's are those of the file it was made of."""
+    if source.is_dir():
+        manifest = bundle.read_manifest(source)
+        return manifest.model, manifest.model_hash
+    return source.name, file_hash(source)
 
 
 def _converted(

@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench_report",),
     ("bench", "bench_files"),
     ("compare", "sweep"),
+    ("bench_command",),
     ("demo",),
     ("cli",),
 )
