@@ -17,12 +17,12 @@ import numpy as np
 import onnx
 import torch
 from onnx import NodeProto
+from torch import Tensor
 from torch.nn import functional
 
 from sparsedeploy.converters.graph import attribute, node_label
 from sparsedeploy.errors import InputError
 
-Tensor = torch.Tensor
 Function = Callable[..., Any]
 """Takes the node's inputs in order (None for an absent one) and returns its output, or a tuple of outputs."""
 
@@ -68,7 +68,11 @@ class Call:
             found = self.values(slot)
             return [int(value) for value in (found if isinstance(found, list) else [found])]
         given = self.attr(name)
-        return None if given is None else [int(value) for value in (given if isinstance(given, (list, tuple)) else [given])]
+        return (
+            None
+            if given is None
+            else [int(value) for value in (given if isinstance(given, (list, tuple)) else [given])]
+        )
 
 
 OPERATORS: dict[str, Callable[[Call], Function]] = {}
@@ -241,7 +245,9 @@ def _softmax(call: Call) -> Function:
 # --- convolution and pooling --------------------------------------------------------------------------------------
 
 
-def window_pads(call: Call, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> list[tuple[int, int]]:
+def window_pads(
+    call: Call, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
+) -> list[tuple[int, int]]:
     """Padding before and after, per spatial axis, with auto_pad resolved."""
     mode, size = str(call.attr("auto_pad", "NOTSET")), call.x().shape[2:]
     if mode in ("NOTSET", ""):
@@ -675,9 +681,9 @@ def _resize(call: Call) -> Function:
             axes.append((axis, torch.from_numpy(low).to(device), torch.from_numpy(high).to(device), share))
 
     whole = [int(scale) for scale in scales]
-    if mode == "nearest" and places == "asymmetric" and rounding == "floor" and len(shape) == 4:
-        if whole == list(scales) and whole[:2] == [1, 1]:
-            return lambda x, *_: functional.interpolate(x, scale_factor=(whole[2], whole[3]), mode="nearest")
+    repeats = (mode, places, rounding, len(shape)) == ("nearest", "asymmetric", "floor", 4)
+    if repeats and whole == list(scales) and whole[:2] == [1, 1]:
+        return lambda x, *_: functional.interpolate(x, scale_factor=(whole[2], whole[3]), mode="nearest")
 
     def run(x: Tensor, *_: Any) -> Tensor:
         for axis, low, high, share in axes:

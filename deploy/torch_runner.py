@@ -8,19 +8,21 @@ without sparse kernels: SparseConv2d nodes become dense convolutions again, and 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
+from torch import Tensor
 
 from sparsedeploy.converters.fold_batchnorm import fold_batchnorm
 from sparsedeploy.converters.fold_constants import fold_constants
@@ -37,7 +39,6 @@ from sparsedeploy.plugins.node import DOMAIN, OP_TYPE, SparseConv
 from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName
 from sparsedeploy.torch_operators import IN_PLACE, OPERATORS, VIEWS, Call, ConvForm, build, conv_form
 
-Tensor = torch.Tensor
 Layout = Literal["nchw", "nhwc"]
 """How activations lie in memory: NCHW, or channels last."""
 ShapeKey = tuple[tuple[str, tuple[int, ...]], ...]
@@ -114,14 +115,30 @@ def _make_half(model: Model, nodes: Mapping[str, SparseConv]) -> None:
 def _settings(arithmetic: Arithmetic) -> Iterator[None]:
     """PyTorch's switches for one piece of work, put back afterwards."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = (cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit)
-    tf32 = arithmetic == "tf32"
-    cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = tf32, tf32, True, 0
+    # PyTorch 2.9 has new switches beside the old, and its matmul refuses to run where they differ. Setting an old one
+    # sets both; only the new ones can be read where a caller has used them.
+    old = [(cudnn, "allow_tf32"), (matmul, "allow_tf32")]
+    others = [(cudnn, "benchmark"), (cudnn, "benchmark_limit")]
+    if hasattr(cudnn, "conv"):
+        others += [(place, "fp32_precision") for place in (cudnn.conv, cudnn.rnn, matmul)]
+    before = [(place, name, value) for place, name in (*old, *others) for value in _readable(place, name)]
     try:
-        with torch.inference_mode():
+        for place, name in old:
+            setattr(place, name, arithmetic == "tf32")
+        cudnn.benchmark, cudnn.benchmark_limit = True, 0
+        with torch.no_grad():
             yield
     finally:
-        cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark, cudnn.benchmark_limit = before
+        for place, name, value in before:
+            setattr(place, name, value)
+
+
+def _readable(place: Any, name: str) -> list[Any]:
+    """A switch's value, or nothing where PyTorch refuses to tell."""
+    try:
+        return [getattr(place, name)]
+    except RuntimeError:
+        return []
 
 
 # --- programs -----------------------------------------------------------------------------------------------------
@@ -220,10 +237,8 @@ class _Builder:
         names = tuple(node.input)
         constant = tuple(not name or name in self.constants for name in names)
         if node.op_type == "Constant":
-            value = constant_value(node, str(self.owner.model.base_dir))
-            if value is None:
+            if node.output[0] not in self.constants:
                 raise InputError(f"Constant '{node_label(node)}': holds no number, which the torch runner cannot read.")
-            self.constants[node.output[0]] = _tensor(value)
             return
         shape_only = node.op_type in ("Shape", "Size")
         if (all(constant) or shape_only) and node.op_type not in _RANDOM:
@@ -293,7 +308,8 @@ class _Builder:
         residual = self._operand(names[3])
         operands = (_given(x), _given(weight), self._operand(names[2]), residual)
         call = Call(unit.conv, self.owner.opset, (x, weight), (False, True))
-        forms = _forms(unit, conv_form(call), operands, self.layout)
+        inside = self.layout == "nchw" and self.owner.sparse_layers > 0  # a dense model is tried in NHWC as a whole
+        forms = _forms(unit, conv_form(call), operands, inside)
         name, run = self.owner.fastest(unit, conv_form(call), operands, self.layout, forms)
         if self.layout == "nhwc" or name.startswith("nhwc"):
             weight = _to_nhwc(_given(weight))
@@ -351,8 +367,8 @@ Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """x, weight, bias, residual."""
 
 
-def _forms(unit: ConvUnit, form: ConvForm, operands: Operands, layout: Layout) -> dict[str, Callable[..., Tensor]]:
-    """The ways to run a unit, by name; those that start with `nhwc` take the weight in that layout."""
+def _forms(unit: ConvUnit, form: ConvForm, operands: Operands, inside: bool) -> dict[str, Callable[..., Tensor]]:
+    """The ways to run a unit, by name; those that start with `nhwc` (only with `inside`) take the weight in that layout."""
     separate = _separate(unit, form)
     if operands[0].device.type == "cpu":
         return {"separate": separate}
@@ -360,7 +376,7 @@ def _forms(unit: ConvUnit, form: ConvForm, operands: Operands, layout: Layout) -
     fused = _fused(unit, form)
     if fused is not None:
         found["fused"] = fused
-    if layout == "nchw" and operands[0].dtype in _PRECISIONS:
+    if inside and operands[0].dtype in _PRECISIONS:
         found |= {f"nhwc inside, {name}": _turned(run) for name, run in list(found.items())}
     return found
 
@@ -393,7 +409,7 @@ def _activation(unit: ConvUnit) -> Callable[[Tensor], Tensor]:
 
 
 def _fused(unit: ConvUnit, form: ConvForm) -> Callable[..., Tensor] | None:
-    """cuDNN's convolution with bias, addition and ReLU in one call; None for what it does not fuse."""
+    """The convolution of cuDNN with bias, addition and ReLU in one call; None for what it does not fuse."""
     e = unit.epilogue
     if e.activation != "relu" or e.residual == "after_activation" or form.extra:
         return None
@@ -434,6 +450,10 @@ class TorchRunner:
         graph = model.graph
         unread = {name for node in model.proto.graph.node if node.op_type == OP_TYPE for name in node.input[1:]}
         self.constants = {name: _tensor(_array(graph.array(name))) for name in graph.initializers if name not in unread}
+        for node in model.proto.graph.node:
+            value = constant_value(node, str(model.base_dir)) if node.op_type == "Constant" else None
+            if value is not None:
+                self.constants[node.output[0]] = _tensor(value)
         self._nodes = dict(nodes)
         self._runners: dict[str, host.Runner] = {}
         self._device_constants: dict[int, Tensor] = {}
@@ -445,7 +465,9 @@ class TorchRunner:
     def session(self, shapes: Mapping[str, tuple[int, ...]], graph: bool = False) -> TorchSession:
         """Buffers for these shapes; with `graph`, the inference captured in a CUDA graph."""
         if graph and self.torch_device.type == "cpu":
-            raise MachineError("a CUDA graph needs a GPU, and this runner is on the CPU. Ask for a session without a graph.")
+            raise MachineError(
+                "a CUDA graph needs a GPU, and this runner is on the CPU. Ask for a session without a graph."
+            )
         return TorchSession(self, self.program(shapes), shapes, graph)
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -498,8 +520,8 @@ class TorchRunner:
         return tuple(found)
 
     def _make(self, shapes: dict[str, tuple[int, ...]]) -> Program:
-        known = infer_shapes(self.model, shapes) if self._foreign_free() else {}
-        units = [unit for unit in find_units(self.model, known) if self._is_plain(unit)]
+        known = infer_shapes(self.model, shapes)
+        units = self._pass_biases_on([unit for unit in find_units(self.model, known) if self._is_plain(unit)])
         rng = torch.Generator().manual_seed(0)
         feeds = {
             binding.name: self._example(binding, shapes[binding.name], rng) for binding in self.inputs
@@ -517,8 +539,25 @@ class TorchRunner:
         self.notes += (f"{size}: layout {chosen.layout} ({said})",)
         return chosen
 
-    def _foreign_free(self) -> bool:
-        return True
+    def _pass_biases_on(self, units: Sequence[ConvUnit]) -> list[ConvUnit]:
+        """A bias whose sum is only added to another convolution's moves into that one's bias: cuDNN fuses it there, and
+        here it would cost a pass over the output.
+        """
+        by_residual = {unit.residual: at for at, unit in enumerate(units) if unit.residual}
+        found, graph = list(units), self.model.graph
+        for at, unit in enumerate(found):
+            other = by_residual.get(unit.output)
+            bare = unit.epilogue.activation == "none" and unit.epilogue.residual == "none"
+            if other is None or not bare or unit.bias is None or len(graph.readers(unit.output)) > 1:
+                continue
+            taker = found[other]
+            if taker.bias is None or taker.epilogue.residual != "before_activation" or unit.output in graph.outputs:
+                continue
+            name = f"{taker.bias} + {unit.bias}"
+            self.constants[name] = self.constants[taker.bias].reshape(-1) + self.constants[unit.bias].reshape(-1)
+            found[other] = replace(taker, bias=name)
+            found[at] = replace(unit, bias=None, epilogue=unit.epilogue.model_copy(update={"bias": False}))
+        return found
 
     def _is_plain(self, unit: ConvUnit) -> bool:
         """Whether weight and bias are constants of ours; the rest runs node by node."""
@@ -595,7 +634,8 @@ def _array(value: NDArray[Any] | None) -> NDArray[Any]:
 def _binding(value: onnx.ValueInfoProto) -> Binding:
     tensor = value.type.tensor_type
     shape = tuple(
-        int(dim.dim_value) if dim.dim_value > 0 else str(dim.dim_param or f"d{at}") for at, dim in enumerate(tensor.shape.dim)
+        int(dim.dim_value) if dim.dim_value > 0 else str(dim.dim_param or f"d{at}")
+        for at, dim in enumerate(tensor.shape.dim)
     )
     return Binding(value.name, shape, str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)))
 
@@ -616,6 +656,23 @@ def _check_operators(model: Model) -> None:
         )
 
 
+_T = TypeVar("_T")
+
+
+def captured(call: Callable[[], _T]) -> tuple[Any, _T]:
+    """A CUDA graph of one call on the current stream, which is not the default one, and what the call returned.
+
+    torch.cuda.graph would collect garbage and empty the allocator's cache each time, which costs more than the capture.
+    """
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        made = call()
+    finally:
+        graph.capture_end()
+    return graph, made
+
+
 def graph_us(call: Callable[[], Any], calls: int = 1, seconds: float = 0.02) -> float:
     """Microseconds of one call, from replays of a CUDA graph of `calls` of them: the fastest of several."""
     stream = torch.cuda.Stream()
@@ -624,10 +681,12 @@ def graph_us(call: Callable[[], Any], calls: int = 1, seconds: float = 0.02) -> 
         for _ in range(2):
             call()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+
+        def several() -> None:
             for _ in range(calls):
                 call()
+
+        graph, _ = captured(several)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         best, began = math.inf, time.perf_counter()
         while True:
@@ -675,9 +734,7 @@ class TorchSession:
             for _ in range(2):
                 self.program(self._inputs)
             self._cuda.synchronize()
-            self._captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._captured, stream=self._cuda, capture_error_mode="thread_local"):
-                self._outputs = self.program(self._inputs)
+            self._captured, self._outputs = captured(lambda: self.program(self._inputs))
             self._cuda.synchronize()
 
     @contextmanager
@@ -694,8 +751,8 @@ class TorchSession:
             if name not in feeds or tuple(feeds[name].shape) != tuple(buffer.shape):
                 found = f"is {list(feeds[name].shape)}" if name in feeds else "is missing"
                 raise InputError(f"input {name!r} {found}, the session takes {list(buffer.shape)}.")
-            self._pinned[name].copy_(torch.from_numpy(np.ascontiguousarray(feeds[name])))
-        with self._on_stream(), torch.inference_mode():
+            np.copyto(self._pinned[name].numpy(), feeds[name], casting="unsafe")
+        with self._on_stream():
             for name, buffer in self._inputs.items():
                 buffer.copy_(self._pinned[name], non_blocking=True)
         self.wait()
@@ -719,7 +776,7 @@ class TorchSession:
         if not self._outputs:
             raise InputError("nothing was run in this session yet: call enqueue before download.")
         found = {}
-        with self._on_stream(), torch.inference_mode():
+        with self._on_stream():
             for name, value in self._outputs.items():
                 if name not in self._results:
                     self._results[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=self.device_clock)
@@ -764,14 +821,12 @@ class TorchSession:
             marked = _marked(self.program, events, self._cuda)
             marked(self._inputs)
             self._cuda.synchronize()
-            captured = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(captured, stream=self._cuda, capture_error_mode="thread_local"):
-                marked(self._inputs)
+            graph, _ = captured(lambda: marked(self._inputs))
             rows = []
             for _ in range(replays):
-                captured.replay()
+                graph.replay()
                 self._cuda.synchronize()
-                rows.append([1e3 * a.elapsed_time(b) for a, b in zip(events[:-1], events[1:], strict=True)])
+                rows.append([1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)])
         medians = np.median(np.array(rows), axis=0)
         return [(step.label, step.form, float(us)) for step, us in zip(steps, medians, strict=True)]
 
