@@ -26,7 +26,7 @@ from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError, SparseDeployError
 from sparsedeploy.layer import ConvLayer, Precision
 from sparsedeploy.plugins import KERNELS, kernel_named
-from sparsedeploy.plugins.kernel import BuildOptions, Built, Config, Floats, UnfitWeightsError
+from sparsedeploy.plugins.kernel import BuildOptions, Built, Config, Floats, Prediction, UnfitWeightsError
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class Search:
 
 @dataclass(frozen=True)
 class Option:
-    """One kernel and configuration, and its predicted time in microseconds."""
+    """One kernel and configuration, and its predicted time."""
 
     kernel: str
     config: Config
-    predicted_us: float
+    prediction: Prediction
 
 
 def search(asked: Search) -> tuple[Option, ...]:
@@ -101,7 +101,7 @@ def search(asked: Search) -> tuple[Option, ...]:
             continue
         if kernel.supports(asked.layer, asked.device, asked.precision) is None:
             configs = kernel.configs(asked.layer, asked.device, asked.precision, asked.batch)[: asked.per_kernel]
-            found += [Option(kernel.name, config, prediction.us) for config, prediction in configs]
+            found += [Option(kernel.name, config, prediction) for config, prediction in configs]
     return tuple(found)
 
 

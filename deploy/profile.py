@@ -52,7 +52,8 @@ class SparsePoint(Record):
     config: dict[str, int]
     us: float
     spread_us: float
-    predicted_us: float
+    predicted_us: float | None
+    """None where the cost model was not asked: the point is then no part of the fit."""
 
 
 class Fit(Record):
@@ -106,7 +107,11 @@ class DeviceProfile(Document):
             points = (point for point in self.dense if point.arithmetic == precision)
         else:
             points = (point for point in self.sparse if (point.kernel, point.precision) == (kernel, precision))
-        return [(describe(point.geometry, point.batch), point.us, point.predicted_us) for point in points]
+        return [
+            (describe(point.geometry, point.batch), point.us, point.predicted_us)
+            for point in points
+            if point.predicted_us is not None
+        ]
 
     def dense_us(
         self, geometry: Geometry, precision: Precision, batch: int, residual: bool, predicted: Bound

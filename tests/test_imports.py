@@ -42,11 +42,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("torch_operators",),
     ("torch_runner",),
+    ("stage",),
+    ("torch_stage",),
     ("timing", "results"),
     ("bench_figures",),
     ("bench_report",),
     ("bench", "bench_files"),
     ("compare", "sweep"),
+    ("tune",),
+    ("whatif",),
     ("bench_command",),
     ("demo",),
     ("cli",),
@@ -54,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FOLDERS = {"deploy": "sparsedeploy", "plugins": "sparsedeploy.plugins", "converters": "sparsedeploy.converters"}
 ONLY = {
-    "torch": {"converters/torch_model.py", "deploy/torch_operators.py", "deploy/torch_runner.py"},
+    "torch": {"converters/torch_model.py", "deploy/torch_operators.py", "deploy/torch_runner.py", "deploy/torch_stage.py"},
     "tensorrt": {"deploy/engine.py"},
     "tensorrt_rtx_bindings": {"deploy/engine.py"},
     "cuda": {"plugins/host.py"},
