@@ -656,7 +656,7 @@ def _cells(layer: ConvLayer) -> tuple[str, ...]:
         f"{100 * z.sparsity:.1f}" if z else "-",
         spread,
         str(z.empty_filters) if z else "-",
-        "yes" if z and z.two_four else "no",
+        "no" if not z else "yes" if z.two_four else "permuted" if z.two_four_permuted else "no",
         layer.epilogue.describe(),
         f"no: {reasons}" if reasons else "yes",
     )

@@ -25,6 +25,7 @@ from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Dim, Epilogue, Geometry, Precision, Reason, Zeros
 from sparsedeploy.plugins import KERNELS
+from sparsedeploy.two_four import find_order, is_two_four
 
 DUST = 1e-6
 """Weights below this share of the largest are called near zero."""
@@ -205,18 +206,16 @@ def count_zeros(weight: NDArray[np.generic], group: int) -> Zeros:
         empty_filters=int(np.count_nonzero(per_channel == 0)),
         empty_inputs=int(np.count_nonzero(read == 0)),
         near_zero=dust,
-        two_four=2 * nnz <= flat.size and _is_two_four(nonzero),
+        two_four=2 * nnz <= flat.size and is_two_four(nonzero),
+        two_four_permuted=_permutes_to_two_four(nonzero, group),
         sparsity=1.0 - nnz / flat.size,
     )
 
 
-def _is_two_four(nonzero: NDArray[np.uint8]) -> bool:
-    """Whether every 4 consecutive input channels of [oc, icg, taps] hold at most 2 nonzeros."""
-    oc, icg, taps = nonzero.shape
-    if icg % 4:
-        return False
-    fours = nonzero.reshape(oc, icg // 4, 4, taps)
-    return bool((fours[:, :, 0] + fours[:, :, 1] + fours[:, :, 2] + fours[:, :, 3]).max() <= 2)
+def _permutes_to_two_four(nonzero: NDArray[np.uint8], group: int) -> bool:
+    """Whether an order of each group's input channels was found in which [oc, icg, taps] is 2:4."""
+    parts = nonzero.reshape(group, -1, *nonzero.shape[1:])
+    return all(find_order(part) is not None for part in parts)
 
 
 def _describe(facts: _Facts, name: str, unit: ConvUnit) -> ConvLayer:

@@ -157,6 +157,7 @@ def to_csv(scan: Scan) -> str:
             "empty_inputs",
             "near_zero",
             "two_four",
+            "two_four_permuted",
             "epilogue",
             "eligible",
             "reason",
@@ -178,9 +179,10 @@ def to_csv(scan: Scan) -> str:
                 z.empty_inputs,
                 z.near_zero,
                 int(z.two_four),
+                int(z.two_four_permuted),
             )
             if z
-            else ("",) * 9
+            else ("",) * 10
         )
         why = "; ".join(reason.text for reason in layer.ineligible)
         writer.writerow(

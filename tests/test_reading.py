@@ -22,6 +22,20 @@ from sparsedeploy.reading import DUST, Reading, count_zeros, read, stored_precis
 A100 = find("a100")
 
 
+def permutes(weight: NDArray[Any]) -> bool:
+    """Whether the input channels fall into groups of 4 with at most 2 nonzeros each per output channel and tap."""
+    icg = weight.shape[1]
+    if icg not in (4, 8):
+        return False
+    return any(
+        all(
+            (np.count_nonzero(weight[:, list(four)], axis=1) <= 2).all()
+            for four in (first, set(range(icg)) - set(first))
+        )
+        for first in itertools.combinations(range(icg), 4)
+    )
+
+
 def brute_force(weight: NDArray[Any], group: int) -> Zeros:
     """The same counts, element by element."""
     oc, icg = weight.shape[:2]
@@ -41,6 +55,7 @@ def brute_force(weight: NDArray[Any], group: int) -> Zeros:
     return Zeros(
         nnz=sum(counts), total=total, nnz_per_channel=(counts[0], middle, counts[-1]), empty_filters=counts.count(0),
         empty_inputs=unread, near_zero=sum(0 < abs(v) < DUST * largest for row in rows for v in row), two_four=four,
+        two_four_permuted=all(permutes(weight[g * oc // group : (g + 1) * oc // group]) for g in range(group)),
         sparsity=1 - sum(counts) / total,
     )  # fmt: skip
 
