@@ -89,7 +89,11 @@ class Tools:
 
 def tools_here() -> Tools:
     """Those of this machine."""
-    return Tools(runtime.load, first_gpu(), probe())
+    return Tools(_load_here, first_gpu(), probe())
+
+
+def _load_here(model: Path, name: RunnerName, arithmetic: Arithmetic) -> Runner:
+    return runtime.load(model, name, arithmetic)
 
 
 @dataclass
