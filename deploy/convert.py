@@ -37,6 +37,7 @@ from sparsedeploy.plan import (
 )
 from sparsedeploy.plugins.kernel import BuildOptions, Built, UnfitWeightsError
 from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.profile import DeviceProfile
 from sparsedeploy.reading import Reading, read
 from sparsedeploy.report import render
 from sparsedeploy.roofline import format_us
@@ -61,6 +62,12 @@ class Request:
     plan: Path | None = None
     layers: tuple[str, ...] = ()
     """`NAME=CHOICE` overrides, in order."""
+    profile: DeviceProfile | None = None
+    """Measured times of the device, to plan with."""
+    decided: Plan | None = None
+    """Carried out as it is, instead of `plan` and `layers`; those of `layers` then only say what to dequantise."""
+    assemble: bool = False
+    """Ship machine code besides PTX, where the compiler is at hand."""
     inputs: Path | None = None
     """An .npz to verify with, besides seeded random inputs."""
     seed: int = 0
@@ -127,11 +134,13 @@ def _named_sparse(choices: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _plan(request: Request, scanned: Scan) -> Plan:
+    if request.decided:
+        return request.decided
     if request.plan:
-        plan = load_plan(request.plan, scanned, request.device, request.precision)
+        plan = load_plan(request.plan, scanned, request.device, request.precision, request.profile)
     else:
-        plan = make_plan(scanned, request.device, request.precision)
-    return override(plan, scanned, request.device, request.layers)
+        plan = make_plan(scanned, request.device, request.precision, request.profile)
+    return override(plan, scanned, request.device, request.layers, request.profile)
 
 
 def _build(
@@ -159,9 +168,9 @@ def _build_layer(
 
     Another kernel is taken only where it is predicted to pay too, or where sparse was asked for.
     """
-    options = candidates(layer, request.device, plan.precision, plan.batch, named=entry.choice)
+    options = candidates(layer, request.device, plan.precision, plan.batch, entry.choice, request.profile)
     options.sort(key=lambda option: option[0].name != entry.choice)
-    build_options = BuildOptions(precision=plan.precision, batch=plan.batch, archs=(request.device.sm,))
+    build_options = BuildOptions(plan.precision, plan.batch, (request.device.sm,), request.assemble)
     dense = entry.predicted.us_dense if entry.predicted else 0.0
     why = []
     for kernel, best, prediction in options:

@@ -135,11 +135,13 @@ class Tuning(Document):
     """Where the time went."""
 
     def layer_times(self) -> tuple[LayerTime, ...]:
-        """What the waterfall of a bench draws."""
+        """What the waterfall of a bench draws: every layer dense, and as it was chosen."""
         return tuple(
-            LayerTime(name=each.name, dense_us=each.us_dense, sparse_us=each.us_sparse, sparse=each.choice != DENSE)
+            LayerTime(name=each.name, dense_us=each.us_dense, sparse_us=each.us_sparse, sparse=True)
+            if each.choice != DENSE and each.us_sparse is not None
+            else LayerTime(name=each.name, dense_us=each.us_dense, sparse_us=each.us_dense, sparse=False)
             for each in self.layers
-            if each.us_dense is not None and each.us_sparse is not None
+            if each.us_dense is not None
         )
 
 
