@@ -16,11 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, read_manifest
+from sparsedeploy.converters.graph import Model
+from sparsedeploy.converters.rewrite import restore
 from sparsedeploy.engine import BACKENDS, import_backend
 from sparsedeploy.engine_build import TITLES, Backend
 from sparsedeploy.engine_file import EngineRecord, Which, record_path
 from sparsedeploy.errors import InputError, MachineError, SparseDeployError
 from sparsedeploy.gpu import first_gpu
+from sparsedeploy.plugins import kernel_named
+from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.reading import stored_precision
 
 RunnerName = Literal["torch", "onnxruntime", "tensorrt", "tensorrt_rtx"]
@@ -128,6 +132,24 @@ def load(
         except SparseDeployError as error:
             skipped.append(f"{name}: {error}")
     raise MachineError(f"{path}: no library on this machine runs it. {' '.join(skipped)}")
+
+
+def unpacked(model: Model, nodes: Mapping[str, SparseConv]) -> Model:
+    """The model with its sparse nodes as dense convolutions again, by the weights that they carry.
+
+    Raises InputError for a node whose weights this version cannot read.
+    """
+
+    def unpack(node: SparseConv) -> tuple[NDArray[np.generic], NDArray[np.generic] | None]:
+        try:
+            return kernel_named(node.kernel).unpack(node)
+        except ValueError as error:
+            raise InputError(
+                f"{model.path.name}: the weights of layer {node.layer} cannot be read from its {node.kernel} node ({error}). It is "
+                "damaged or of another version of sparsedeploy: convert the model again."
+            ) from error
+
+    return restore(model, unpack) if nodes else model
 
 
 def _model_in(path: Path) -> tuple[Path, Arithmetic]:

@@ -30,13 +30,13 @@ from sparsedeploy.converters.fuse import NO_HIGH, NO_LOW, ConvUnit, find_units
 from sparsedeploy.converters.graph import Model, bodies, constant_value, node_label
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.precision import to_fp16
-from sparsedeploy.converters.rewrite import read_nodes, restore
+from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.converters.shapes import infer_shapes
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.layer import Precision
-from sparsedeploy.plugins import host, kernel_named
+from sparsedeploy.plugins import host
 from sparsedeploy.plugins.node import DOMAIN, OP_TYPE, SparseConv
-from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName
+from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName, unpacked
 from sparsedeploy.torch_operators import IN_PLACE, OPERATORS, VIEWS, Call, ConvForm, build, conv_form
 
 Layout = Literal["nchw", "nhwc"]
@@ -67,7 +67,7 @@ def load_torch(model: Path | Model, arithmetic: Arithmetic = "fp32", device: str
         )
     dense_again = bool(nodes) and (chosen.type == "cpu" or not all(node.executable for node in nodes.values()))
     if dense_again:
-        found = restore(found, lambda node: kernel_named(node.kernel).unpack(node))
+        found = unpacked(found, nodes)
         why = "there is no GPU" if chosen.type == "cpu" else "they carry no code"
         notes.append(f"ran dense: the {len(nodes)} sparse layers were unpacked, because {why}")
     elif not nodes:
