@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sparsedeploy.layer import ConvLayer, Precision
     from sparsedeploy.plan import Plan
     from sparsedeploy.plugins.plugin_build import Arch
+    from sparsedeploy.profile import DeviceProfile
     from sparsedeploy.scan import Scan
 
 BUG = 70
@@ -105,6 +106,10 @@ Layers = Annotated[
     list[str] | None,
     typer.Option("--layer", help="NAME=dense|sparse|KERNEL, * and ? allowed: '*=sparse' forces all eligible layers."),
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", help="Plan with times measured on the device: a file of tune --save-profile."),
+]
 ModelFile = Annotated[Path, typer.Argument(help="ONNX model.", show_default=False)]
 NoEngine = Annotated[
     bool, typer.Option("--no-engine", help="Build no engine, also where a TensorRT is installed that could.")
@@ -144,8 +149,20 @@ def scan(
     save_plan: Annotated[
         Path | None, typer.Option("--save-plan", help="Also write the plan, to edit and pass to convert --plan.")
     ] = None,
+    profile: ProfileFile = None,
+    impose: Annotated[
+        str | None,
+        typer.Option(
+            "--impose-sparsity",
+            metavar="SHARE",
+            help="What if: predict with at least this share of zeros in every eligible layer, as in 0.95.",
+        ),
+    ] = None,
 ) -> None:
     """Tell what a model holds: zeros per convolution, what can run sparse, whether it pays, and what to do next."""
+    if impose is not None:
+        _what_if(model, target, precision, batch, shape, profile, impose, as_json, csv or save_plan)
+        return
     from sparsedeploy.plan import judge, make_plan
     from sparsedeploy.reading import read
     from sparsedeploy.scan import scan as scan_reading
@@ -156,7 +173,7 @@ def scan(
         tell("reading the model")
         reading = read(model, device, asked, _shapes(shape), batch)
         found = scan_reading(reading, device)
-        plan = make_plan(found, device, reading.precision)
+        plan = make_plan(found, device, reading.precision, _profile(profile, device))
         given = [word for text in shape or () for word in ("--shape", text)] + (
             ["--batch", str(batch)] if batch else []
         )
@@ -184,6 +201,7 @@ def convert(
     shape: Shapes = None,
     layer: Layers = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Use this plan instead of planning.")] = None,
+    profile: ProfileFile = None,
     inputs: Annotated[
         Path | None,
         typer.Option("--input", help="Also verify with the arrays of this .npz, named as the model's inputs."),
@@ -222,6 +240,7 @@ def convert(
                 shapes=_shapes(shape),
                 plan=plan,
                 layers=tuple(layer or ()),
+                profile=_profile(profile, device),
                 inputs=inputs,
                 seed=seed,
                 keep_going=keep_going,
@@ -546,6 +565,100 @@ def demo(
         _print_conversion(conversion, lines)
     print()
     print(f"Open {done[0][1].out / 'report.html'} in a browser. Your own model: sparsedeploy scan MODEL.onnx")
+
+
+@app.command()
+def tune(
+    bundle: Annotated[Path, typer.Argument(help="Bundle made by convert.", show_default=False)],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            help="The original model.",
+            show_default="the file of that name beside the bundle, else the bundle's dense model",
+        ),
+    ] = None,
+    arithmetic: Annotated[
+        str | None,
+        typer.Option(
+            "--arithmetic",
+            help="Of the dense layers: fp32 (no TF32), tf32, fp16.",
+            show_default="the bundle's precision",
+        ),
+    ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", help="Try only this kernel; may be repeated.", show_default="every kernel"),
+    ] = None,
+    per_kernel: Annotated[
+        int, typer.Option("--per-kernel", min=1, max=20, help="Configurations of each kernel to try per layer.")
+    ] = 3,
+    compile_seconds: Annotated[
+        float, typer.Option("--compile-seconds", min=1, max=86400, help="What building one candidate may take.")
+    ] = 60.0,
+    save_profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--save-profile", help="Also write (or add to) a profile of this device, for scan and convert --profile."
+        ),
+    ] = None,
+    no_engine: NoEngine = False,
+    as_json: Json = False,
+) -> None:
+    """Measure every layer on this GPU, dense and with each kernel, keep what is faster, and rewrite the bundle.
+
+    Never slower: the whole model decides, and where sparse does not win, everything stays dense.
+    """
+    from sparsedeploy import tune_command
+
+    asked = tune_command.Asked(
+        bundle=bundle, model=model, arithmetic=arithmetic, kernels=tuple(kernel or ()), per_kernel=per_kernel,
+        compile_s=compile_seconds, save_profile=save_profile, no_engine=no_engine,
+    )  # fmt: skip
+    with _progress(as_json) as tell:
+        said = tune_command.run(asked, tell)
+    if as_json:
+        sys.stdout.write(said.record.to_json())
+        return
+    for part in said.parts:
+        _print_part(part)
+
+
+def _what_if(
+    model: Path, target: str | None, precision: str | None, batch: int | None, shape: list[str] | None, profile: Path | None,
+    share: str, as_json: bool, file: Path | None,
+) -> None:  # fmt: skip
+    """`scan --impose-sparsity`: predictions for zeros that the model does not have, so no plan and no table of it as files."""
+    from sparsedeploy import whatif
+    from sparsedeploy.reading import read
+    from sparsedeploy.scan import scan as scan_reading
+
+    if file is not None:
+        raise InputError(
+            f"--impose-sparsity with {file}: --save-plan and --csv are about the model's own zeros. Leave one out, or prune "
+            "the model with `sparsedeploy prune` and scan that."
+        )
+    sparsity, device = whatif.parse_sparsity(share), _target(target)
+    measured = _profile(profile, device)
+    with _progress(as_json) as tell:
+        tell("reading the model")
+        reading = read(model, device, _precision(precision, model) if precision else None, _shapes(shape), batch)
+        tell("imposing zeros")
+        found = whatif.what_if(reading, scan_reading(reading, device), device, reading.precision, sparsity, measured)
+    if as_json:
+        sys.stdout.write(found.to_json())
+        return
+    _print_target(device, target)
+    for part in whatif.parts(found):
+        _print_part(part)
+
+
+def _profile(path: Path | None, device: devices.Device) -> DeviceProfile | None:
+    if path is None:
+        return None
+    from sparsedeploy.profile import load_profile
+
+    return load_profile(path, device)
 
 
 def _target(name: str | None) -> devices.Device:

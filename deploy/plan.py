@@ -424,6 +424,8 @@ def nothing_to_convert(scan: Scan, plan: Plan) -> str | None:
     decided = {entry.name: entry for entry in plan.layers}
     if all(decided[layer.name].forced for layer in eligible):
         return "every layer is dense as asked"
+    if gpu := next((entry.measured.gpu for entry in plan.layers if entry.measured), ""):
+        return f"no layer makes the model faster sparse, as measured on {gpu} ({share})"
     zeros = [layer.sparsity for layer in eligible if layer.sparsity > 0]
     needed = [decided[layer.name].crossover for layer in eligible]
     above = [value for value in needed if value is not None]
@@ -454,6 +456,16 @@ def judge(scan: Scan, plan: Plan, model: str, options: Sequence[str] = ()) -> Sc
         )
         return scan.model_copy(update={"verdict": verdict, "next_command": command})
     total = totals(plan.layers)
+    tuned = [(entry, entry.measured) for entry in plan.layers if entry.measured]
+    if {entry.name for entry in plan.layers if entry.choice != DENSE} <= {entry.name for entry, _ in tuned}:
+        dense = sum(times.us_dense for _, times in tuned)
+        chosen = sum(times.us_dense if entry.choice == DENSE else times.us_sparse for entry, times in tuned)
+        verdict = (
+            f"convert: {total.sparse_layers} of {scan.summary.convolutions} convolutions sparse, as measured on "
+            f"{tuned[0][1].gpu} ({plan.precision}, batch {plan.batch}): the {len(tuned)} layers measured take "
+            f"{format_us(dense)} us dense, {format_us(chosen)} us as chosen ({dense / (chosen or 1.0):.2f}x)."
+        )
+        return scan.model_copy(update={"verdict": verdict, "next_command": f"sparsedeploy convert {model} {target}"})
     verdict = (
         f"convert: {total.sparse_layers} of {scan.summary.convolutions} convolutions are predicted faster sparse on "
         f"{plan.target} ({plan.precision}, batch {plan.batch}): all convolutions {format_us(total.dense_us)} us dense, "

@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench", "bench_files"),
     ("compare", "sweep"),
     ("tune",),
+    ("tune_command",),
     ("whatif",),
     ("bench_command",),
     ("demo",),
