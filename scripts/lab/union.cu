@@ -1,0 +1,276 @@
+// Sparse convolution on tensor cores (mma.sync m16n8k16, fp16 data and weights, fp32 sums; sm_80 and later).
+//
+// Sixteen output channels, a *group*, share one list of (ic, ky, kx) columns: the union of what they need. A step of the list is
+// 32 columns: the weights of the 16 channels in them (zeros where a channel has none) lie in memory as the two A fragments of
+// the step, followed by where each column starts in the tile of input.
+//
+// The tile holds 8 *lanes* side by side: 8 patches of TH x TW output pixels, from LN images, LY rows and LX columns of patches.
+// One (ic, y, x) of the tile is 16 bytes, the 8 lanes' halves: so every column is aligned under any shift, stride and dilation,
+// and gathering 32 unrelated columns at one position of the patch is one ldmatrix.x4.trans: B of both mmas.
+//
+// Consumer warps compute (group, part of the patch). Producer warps fill a ring of RING chunks of CHUNK input channels, turning
+// NCHW into lanes; the first chunk is filled by all. SPLITS blocks of a cluster take a range of input channels each; sums meet in
+// shared memory and each block adds its share in rank order, so that results are equal from run to run.
+//
+// counts: per (block of channels, rank, group) CHUNKS counts of steps, then the output channel of every row (-1: none).
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+#define DEVICE static __device__ __forceinline__
+
+#define IH ((TH - 1) * SH + (KH - 1) * DH + 1)
+#define IW ((TW - 1) * SW + (KW - 1) * DW + 1)
+#define NPOS (TH * TW)
+#define P (RW * CW)
+#define CONSUMERS (GROUPS * PY * PX)
+#define THREADS ((CONSUMERS + PRODUCERS) * 32)
+#define ICB ((IC + SPLITS - 1) / SPLITS)
+#define CHUNKS ((ICB + CHUNK - 1) / CHUNK)
+#define STEP_WORDS 288
+#define PP (NPOS | 1)
+#define ROWS (GROUPS * 128)
+#define TILES_X ((OW + LX * TW - 1) / (LX * TW))
+#define VEC (PAIR ? 2 : 1)
+#define LEAD (PAIR ? (PL & 1) : 0)
+#define QW ((IW + LEAD + VEC - 1) / VEC)
+
+DEVICE u32 load_half(const u16* p, bool ok) {
+  u16 v;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b16 %0, 0; @p ld.global.cg.u16 %0, [%1]; }" : "=h"(v) : "l"(p), "r"((int)ok));
+  return v;
+}
+DEVICE u32 load_pair(const u16* p, bool ok) {
+  u32 v;
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; mov.b32 %0, 0; @p ld.global.cg.u32 %0, [%1]; }" : "=r"(v) : "l"(p), "r"((int)ok));
+  return v;
+}
+DEVICE void store_row(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" :: "r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE uint4 load_weights(const u32* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+DEVICE u32 load_offset(const u32* p) { u32 v; asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v; }
+DEVICE uint4 gather(u32 at) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+DEVICE void mma(float* c, uint4 a, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+DEVICE void bar_sync(int id) { asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(THREADS) : "memory"); }
+DEVICE void bar_arrive(int id) { asm volatile("membar.cta; bar.arrive %0, %1;" :: "r"(id), "n"(THREADS) : "memory"); }
+DEVICE u32 float_to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
+DEVICE float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
+DEVICE float staged(u32 at, int rank) {
+  float v;
+#if SPLITS > 1
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
+#else
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+#endif
+  return v;
+}
+
+// Rows of 16 bytes for channels c0 .. c1 of the rank's range, by thread t of `threads`; U rows (or pairs of rows) in flight.
+template <int U>
+DEVICE void fill(u32 slot, const u16* x, int images, int iy0, int ix0, int c0, int c1, int t, int threads) {
+  const int tasks = (c1 - c0) * (IH * QW);
+  for (int base = t; base < tasks; base += threads * U) {
+    u32 v[U][8];
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      const int task = base + u * threads, c = task / (IH * QW), r = task / QW % IH, q = task % QW;
+      const int iy = iy0 + r, ix = ix0 - LEAD + q * VEC;
+      const u16* p = x + ((c0 + c) * H + iy) * W + ix;
+#pragma unroll
+      for (int j = 0; j < 8; j++) {
+        const int ln = j / (LY * LX), ly = j / LX % LY, lx = j % LX;
+        const bool ok = task < tasks && ln < images && (u32)(iy + ly * TH * SH) < (u32)H && (u32)(ix + lx * TW * SW) < (u32)W;
+        const u16* from = p + (ln * IC * H * W + ly * TH * SH * W + lx * TW * SW);
+        v[u][j] = PAIR ? load_pair(from, ok) : load_half(from, ok);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+      const int task = base + u * threads, c = task / (IH * QW), r = task / QW % IH, q = task % QW;
+      if (task >= tasks) break;
+      const u32 row = slot + (c * RPC + r * IWP) * 16;
+#if PAIR
+      // Every other four threads store their second row first: then eight neighbours touch all banks once.
+      const int swap = q >> 2 & 1;
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const int second = k ^ swap, col = 2 * q - LEAD + second;
+        const u32 pick = second ? 0x7632 : 0x5410;
+        if ((u32)col < (u32)IW)
+          store_row(row + col * 16, __byte_perm(v[u][0], v[u][1], pick), __byte_perm(v[u][2], v[u][3], pick),
+                    __byte_perm(v[u][4], v[u][5], pick), __byte_perm(v[u][6], v[u][7], pick));
+      }
+#else
+      store_row(row + q * 16, v[u][0] | v[u][1] << 16, v[u][2] | v[u][3] << 16, v[u][4] | v[u][5] << 16, v[u][6] | v[u][7] << 16);
+#endif
+    }
+  }
+}
+
+DEVICE float activate(float v) {
+#if ACTIVATION == 1
+  return v < 0.0f ? 0.0f : v;
+#elif ACTIVATION == 2
+  v = v < LOW ? LOW : v;
+  return v > HIGH ? HIGH : v;
+#elif ACTIVATION == 3
+  return v < 0.0f ? v * SLOPE : v;
+#else
+  return v;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
+    const u16* __restrict__ x, u16* __restrict__ y,
+#if RESIDUAL
+    const u16* __restrict__ residual,
+#endif
+    const u32* __restrict__ steps, const int* __restrict__ counts,
+#if BIAS
+    const float* __restrict__ bias,
+#endif
+    int n) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  const u32 shared = (u32)__cvta_generic_to_shared(smem);
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const int rank = blockIdx.x % SPLITS, ocb = blockIdx.x / SPLITS;
+  const int image = blockIdx.z * LN, oy0 = blockIdx.y / TILES_X * (LY * TH), ox0 = blockIdx.y % TILES_X * (LX * TW);
+  const int channels = rank == SPLITS - 1 ? IC - (SPLITS - 1) * ICB : ICB;
+  const bool consumer = warp < CONSUMERS;
+  const int group = warp / (PY * PX), part = warp % (PY * PX);
+  const int row0 = min(part / PX * RW, TH - RW), col0 = min(part % PX * CW, TW - CW);
+  const int entry = blockIdx.x * GROUPS + group;
+  const u32* at = steps + (size_t)entry * (MAX_STEPS * STEP_WORDS);
+  uint4 a0 = make_uint4(0, 0, 0, 0), a1 = a0;
+  u32 off = 0;
+  int mine = 0;
+#if OVERLAP
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  if (consumer) {
+    a0 = load_weights(at + lane * 4);
+    a1 = load_weights(at + 128 + lane * 4);
+    off = load_offset(at + 256 + lane);
+    mine = lane < CHUNKS ? (int)load_offset((const u32*)counts + entry * CHUNKS + lane) : 0;
+  }
+#if OVERLAP
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  const u16* xb = x + ((size_t)image * IC + rank * ICB) * (H * W);
+  const int iy0 = oy0 * SH - PT, ix0 = ox0 * SW - PL;
+  fill<1>(shared, xb, n - image, iy0, ix0, 0, min(CHUNK, channels), tid, THREADS);
+  __syncthreads();
+
+  float acc[P][4];
+  if (consumer) {
+#pragma unroll
+    for (int p = 0; p < P; p++) acc[p][0] = acc[p][1] = acc[p][2] = acc[p][3] = 0.0f;
+    const u32 zero = (u32)n >> 31;
+    const u32 from = shared + (row0 * SH * IWP + col0 * SW) * 16;
+    for (int c = 0; c < CHUNKS; c++) {
+      if (c > 0) bar_sync(1 + c % RING);
+      for (int left = __shfl_sync(0xffffffffu, mine, c); left > 0; left--) {
+        at += STEP_WORDS;
+        const uint4 w0 = a0, w1 = a1;
+        const u32 row = from + off;
+        a0 = load_weights(at + lane * 4);
+        a1 = load_weights(at + 128 + lane * 4);
+        off = load_offset(at + 256 + lane);
+        __syncwarp();
+        // ptxas would gather for all positions ahead of the first mma, and spill: so that it cannot, an address depends on
+        // what was gathered HELD positions before (`zero` is 0, which only the caller knows).
+        u32 seen[P];
+#pragma unroll
+        for (int p = 0; p < P; p++) {
+          const u32 from_here = p < HELD ? row : row | (seen[p < HELD ? 0 : p - HELD] & zero);
+          const uint4 b = gather(from_here + (p / CW * SH * IWP + p % CW * SW) * 16);
+          seen[p] = b.x;
+          mma(acc[p], w0, b.x, b.y);
+          mma(acc[p], w1, b.z, b.w);
+        }
+      }
+      // A column may be used up to one chunk late, so it is the chunk before whose place is free now.
+      if (CHUNKS > RING && c > 0 && c - 1 + RING < CHUNKS) bar_arrive(1 + RING + (c - 1) % RING);
+    }
+  } else {
+#if PRODUCERS
+    for (int c = 1; c < CHUNKS; c++) {
+      const int slot = c % RING;
+      if (c >= RING) bar_sync(1 + RING + slot);
+      fill<UNROLL>(shared + slot * (CHUNK * RPC * 16), xb, n - image, iy0, ix0, c * CHUNK, min(c * CHUNK + CHUNK, channels),
+                   tid - CONSUMERS * 32, PRODUCERS * 32);
+      bar_arrive(1 + slot);
+    }
+#endif
+  }
+  __syncthreads();                                               // nobody reads the tile any more
+
+  if (consumer) {
+#pragma unroll
+    for (int p = 0; p < P; p++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        asm volatile("st.shared.f32 [%0], %1;" :: "r"(shared + (((group * 4 + i) * 32 + lane) * PP + (row0 + p / CW) * TW + col0 + p % CW) * 4), "f"(acc[p][i]) : "memory");
+  }
+#if SPLITS > 1
+  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+#else
+  __syncthreads();
+#endif
+  const int first = rank * (ROWS / SPLITS);
+  for (int t = tid; t < ROWS / SPLITS * (NPOS / OVEC); t += THREADS) {
+    const int row = first + t / (NPOS / OVEC), p = t % (NPOS / OVEC) * OVEC;
+    float v[OVEC];
+#pragma unroll
+    for (int k = 0; k < OVEC; k++) {
+      float part[SPLITS];
+#pragma unroll
+      for (int s = 0; s < SPLITS; s++) part[s] = staged(shared + (row * PP + p + k) * 4, s);
+      v[k] = part[0];
+#pragma unroll
+      for (int s = 1; s < SPLITS; s++) v[k] += part[s];
+    }
+    const int l = row & 31, i = row >> 5 & 3, j = (l & 3) * 2 + (i & 1);
+    const int oc = (int)load_offset((const u32*)counts + OC_AT + (ocb * GROUPS + (row >> 7)) * 16 + (i >> 1) * 8 + (l >> 2));
+    const int img = image + j / (LY * LX), oy = oy0 + j / LX % LY * TH + p / TW, ox = ox0 + j % LX * TW + p % TW;
+    if (oc < 0 || img >= n || oy >= OH || ox >= OW) continue;
+    const size_t to = (((size_t)img * OC + oc) * OH + oy) * OW + ox;
+#pragma unroll
+    for (int k = 0; k < OVEC; k++) {
+#if BIAS
+      v[k] += __uint_as_float(load_offset((const u32*)bias + oc));
+#endif
+#if RESIDUAL
+      const float r = half_to_float((u16)load_half(residual + to + k, true));
+#endif
+#if RESIDUAL == 1
+      v[k] += r;
+#endif
+      v[k] = activate(v[k]);
+#if RESIDUAL == 2
+      v[k] += r;
+#endif
+    }
+#if OVEC == 2
+    *(u32*)(y + to) = float_to_half(v[0]) | float_to_half(v[1]) << 16;
+#else
+    y[to] = (u16)float_to_half(v[0]);
+#endif
+  }
+#if SPLITS > 1
+  asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
