@@ -3,10 +3,12 @@
     python scripts/bench_kernels.py list [--cases ...]          what would be measured (no GPU)
     python scripts/bench_kernels.py measure --out FILE.json     builds in worker processes while the GPU measures
     python scripts/bench_kernels.py summary FILE.json           the table against the targets (no GPU)
+    python scripts/bench_kernels.py profile FILE.json --out P   its cold times as a device profile for --profile (no GPU)
 
 Cases, in order of importance: `targets` (all that the table of targets needs), `paper` (the paper's grid), `resnet`
 (ResNet-50's 3x3 at every batch and sparsity), `pointwise` (its 1x1), `real` (trained filters, with --filters), `escoin`,
-`im2win`, `mobilenet`, and `small` for a trial. `measure` needs torch and a driver besides sparsedeploy; the file is
+`im2win`, `mobilenet`, and `small` for a trial. Lists given by --also come after those of --cases, with one configuration
+a kernel and without csr, which runs packed's code on another format. `measure` needs torch and a driver besides sparsedeploy; the file is
 written after every row, and rows that the time limit leaves out are listed in it.
 """
 
@@ -33,7 +35,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_device import Checked, Dense, Gpu, Timing, WrongResultError, sums_of
-from bench_results import DenseRow, Missing, Results, Row, prediction_error, read, summary
+from bench_results import DenseRow, Missing, Results, Row, prediction_error, read, summary, to_profile
 
 from sparsedeploy.devices import Device, find
 from sparsedeploy.errors import InputError, MachineError, SparseDeployError
@@ -122,7 +124,7 @@ def cases(names: Iterable[str], filters: Path | None = None) -> list[Case]:
 def jobs(
     found: Iterable[Case], kernels: Sequence[str], precisions: Sequence[Precision], top: int
 ) -> Iterator[tuple[Case, list[Job]]]:
-    """The rows of each case, data-driven kernels first: they are built in a second."""
+    """The rows of each case, `top` configurations a kernel at most; data-driven kernels first: they are built in a second."""
     order = sorted(kernels, key=lambda name: name == "baked")
     for case in found:
         made = []
@@ -411,6 +413,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("list", "measure"):
         made = sub.add_parser(name)
         made.add_argument("--cases", default="targets", help="lists, by commas, most important first")
+        made.add_argument("--also", default="", help="further lists, each kernel's own choice only, without csr")
         made.add_argument("--filters", type=Path, help="folder of trained filters (*.npz) for the list `real`")
         made.add_argument("--only", default="", help="cases whose 'name sparsity N=n' contains this")
         made.add_argument("--kernels", default=",".join(kernel.name for kernel in KERNELS))
@@ -424,15 +427,24 @@ def _parser() -> argparse.ArgumentParser:
             made.add_argument("--no-cold", action="store_true")
             made.add_argument("--no-cudnn", action="store_true")
     sub.add_parser("summary").add_argument("file", type=Path)
+    profile = sub.add_parser("profile")
+    profile.add_argument("file", type=Path)
+    profile.add_argument("--out", type=Path, required=True)
     return parser
 
 
 def _work_list(options: argparse.Namespace) -> list[tuple[Case, list[Job]]]:
-    found = cases(options.cases.split(","), options.filters)
-    found = [case for case in found if options.only in f"{case.name} {case.sparsity} N={case.n}"]
-    if not found:
+    def wanted(names: str) -> list[Case]:
+        found = cases([name for name in names.split(",") if name], options.filters)
+        return [case for case in found if options.only in f"{case.name} {case.sparsity} N={case.n}"]
+
+    kernels, precisions = options.kernels.split(","), options.precisions.split(",")
+    first = wanted(options.cases)
+    rest = [case for case in wanted(options.also) if case not in first]
+    if not first and not rest:
         raise InputError(f"--only {options.only!r} leaves no case of {options.cases}; `list` shows what there is.")
-    return list(jobs(found, options.kernels.split(","), options.precisions.split(","), options.top))
+    few = [kernel for kernel in kernels if kernel != "csr"]
+    return [*jobs(first, kernels, precisions, options.top), *jobs(rest, few, precisions, 1)]
 
 
 def _measure(options: argparse.Namespace) -> int:
@@ -465,6 +477,9 @@ def main() -> int:
     try:
         if options.what == "summary":
             print(summary(read(options.file)))
+            return 0
+        if options.what == "profile":
+            options.out.write_text(to_profile(read(options.file), find(DEVICE)).to_json(), encoding="utf-8")
             return 0
         if options.what == "list":
             for case, made in _work_list(options):

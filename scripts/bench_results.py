@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from sparsedeploy.devices import Device
+from sparsedeploy.errors import InputError
 from sparsedeploy.layer import Geometry, Precision
+from sparsedeploy.profile import DensePoint, DeviceProfile, SparsePoint
 from sparsedeploy.record import Document, Record
+from sparsedeploy.roofline import dense_us
 
 Dense = Literal["fp32", "tf32", "fp16"]
 
@@ -280,3 +284,35 @@ def prediction_error(results: Results, wanted: Callable[[Row], bool] = lambda ro
     """Mean |log(predicted / measured)| over the rows that `wanted` takes, and their number."""
     logs = [abs(math.log(row.predicted_us / row.us)) for row in results.rows if wanted(row) and row.predicted_us < 1e5]
     return (sum(logs) / len(logs), len(logs)) if logs else (math.nan, 0)
+
+
+def to_profile(results: Results, device: Device) -> DeviceProfile:
+    """The cold times as what `scan` and `convert --profile` plan with; raises InputError without one or off the device."""
+    if device.name.upper() not in results.device.upper():
+        raise InputError(f"the results were measured on an {results.device}, which is not {device.name}.")
+    dense = tuple(
+        DensePoint(
+            geometry=row.geometry, arithmetic=row.precision, batch=row.n, residual=False, us=row.cold_us, spread_us=row.spread_us,
+            predicted_us=dense_us(row.geometry, device, "fp16" if row.precision == "fp16" else "fp32", row.n).us,
+        )
+        for row in results.dense
+        if row.cold_us is not None
+    )  # fmt: skip
+    sparse = tuple(
+        SparsePoint(
+            geometry=row.geometry, precision=row.precision, batch=row.n, residual=False, nnz=row.nnz, kernel=row.kernel,
+            config=row.config, us=row.cold_us, spread_us=row.spread_us, predicted_us=row.predicted_us,
+        )
+        for row in results.rows
+        if row.cold_us is not None
+    )  # fmt: skip
+    if not dense and not sparse:
+        raise InputError(
+            "the results hold no cold time, and a profile is of layers inside of a network: measure without --no-cold."
+        )
+    return DeviceProfile(
+        target=device.name, gpu=results.device, sm=device.sm, sm_count=device.sm_count,
+        versions={**results.versions, "driver": results.driver},
+        conditions=f"scripts/bench_kernels.py, convolutions alone, cold: between two launches run {results.between}",
+        ceilings={"copy_gbs": round(1e3 * results.copy_tbs, 1)}, dense=dense, sparse=sparse,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
     python scripts/measure_device.py prepare FOLDER --arch 90     writes and assembles the probes (no GPU)
     python scripts/measure_device.py run FOLDER --out device.json     needs torch and a driver
+        [--profile profile.json --target h200]     the ceilings as a device profile, which `tune --save-profile` can extend
 
 Prints the measured ceilings beside those that plugins/cost.py assumes. The fetch probe runs n fmas with immediates between two clock reads, block barriers every `step` of them (0: none), over
 several passes; the time of a pass is the block's last end minus its first start, so passes of different warps cannot
@@ -26,7 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_device import time_us
 from raw_driver import Driver
 
+from sparsedeploy.devices import Device, find
+from sparsedeploy.errors import InputError
 from sparsedeploy.plugins.cost import H200, Ceilings
+from sparsedeploy.profile import DeviceProfile
 
 SIZES = (1024, 2048, 4096, 8192, 16384)
 STEPS = (0, 64, 256, 1024)
@@ -79,7 +83,7 @@ def prepare(folder: Path, arch: int) -> None:
     print(f"{len(names)} probes in {folder}")
 
 
-def run(folder: Path, out: Path | None) -> None:
+def run(folder: Path, out: Path | None) -> dict[str, Any]:
     """Measure, print a table, write JSON (after each part, so that a run that is stopped leaves what it had)."""
     import torch
 
@@ -107,6 +111,22 @@ def run(folder: Path, out: Path | None) -> None:
     result |= {"fetch": rows, **from_fetch(rows)}
     _write(result, out)
     print("\n".join(compared(result, H200)))
+    return result
+
+
+def as_profile(result: dict[str, Any], device: Device) -> DeviceProfile:
+    """The ceilings as a profile without points; raises InputError for another architecture's device."""
+    if result["sm"] != device.sm:
+        raise InputError(
+            f"measured on {result['device']} (sm_{result['sm']}), --target {device.name} is sm_{device.sm}."
+        )
+    ceilings = {"copy_gbs": 1e3 * result["hbm_tbs"], "l2_copy_gbs": 1e3 * result["l2_tbs"]}
+    ceilings |= {name: result[name] for name in ("clock_ghz", "launch_us", "issue_share", "near_clocks", "far_clocks")}
+    return DeviceProfile(
+        target=device.name, gpu=result["device"], sm=device.sm, sm_count=result["sm_count"], versions={},
+        conditions="scripts/measure_device.py: copies, launches and straight-line code alone on the device",
+        ceilings={name: round(value, 3) for name, value in ceilings.items()},
+    )  # fmt: skip
 
 
 def _write(result: dict[str, Any], out: Path | None) -> None:
@@ -214,11 +234,15 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--arch", type=int, default=90)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=Path)
+    parser.add_argument("--target", default="h200")
     options = parser.parse_args()
     if options.what == "prepare":
         prepare(options.folder, options.arch)
     else:
-        run(options.folder, options.out)
+        result = run(options.folder, options.out)
+        if options.profile:
+            options.profile.write_text(as_profile(result, find(options.target)).to_json(), encoding="utf-8")
     return 0
 
 
