@@ -78,20 +78,21 @@ def pruned(
     sparsity: float,
     *,
     recipe: Recipe = "skewed",
+    uniform: bool = False,
     first_and_classifier: bool = False,
     seed: int = 0,
     **options: Any,
 ) -> onnx.ModelProto:
     """A reference network whose convolutions hold `sparsity` zeros together; options go to `networks.build`.
 
-    Small layers stay denser than large ones (SIZE_EXPONENT). Pruning comes before BatchNormalization is fitted and
+    Small layers stay denser than large ones (SIZE_EXPONENT) unless `uniform`: then each has that sparsity. Pruning comes before BatchNormalization is fitted and
     folded, and the filters left are brought back to their mean and norm, as retraining would: activations stay in range.
     Depthwise convolutions stay dense; so do the first convolution and the classifier unless `first_and_classifier`.
     """
     if recipe not in RECIPES:
         raise InputError(f"{recipe!r} is not a sparsity recipe; choose one of {', '.join(RECIPES)}.")
     sizes = _prunable(build(name, seed=seed, **options).graph, first_and_classifier)
-    sparsities = layer_sparsities(sizes, sparsity)
+    sparsities = dict.fromkeys(sizes, sparsity) if uniform else layer_sparsities(sizes, sparsity)
 
     def sparsify(tensor: str, weight: NDArray[np.float32]) -> NDArray[np.float32]:
         if tensor not in sparsities:

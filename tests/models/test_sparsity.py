@@ -183,3 +183,10 @@ def test_pruned_can_prune_everything_and_use_other_recipes() -> None:
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(InputError, match="skewed"):
         pruned("resnet18", 0.9, recipe="lottery")  # type: ignore[arg-type]
+
+
+def test_uniform_gives_every_layer_the_same_sparsity() -> None:
+    model = pruned("resnet18", 0.9, recipe="magnitude", uniform=True, num_classes=50, image_size=32)
+    first, *middle, last = weights(model).values()
+    assert zeros(first) == zeros(last) == 0
+    assert all(zeros(value) == round(0.9 * value.size) for value in middle)
