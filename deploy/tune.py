@@ -749,7 +749,7 @@ def tune_reading(
     """Tune a model that was read, on this machine's GPU."""
     settings.tell("opening the model")
     refuse_without_compiler()
-    stage = _open(reading, precision, arithmetic)
+    stage = stage_of(reading, precision, arithmetic)
     try:
         subject = Subject(
             reading.model.path.name, reading.model_hash, reading.layers, reading.weight, device, precision, arithmetic,
@@ -784,7 +784,7 @@ def refuse_without_compiler() -> None:
     ptxas_path()
 
 
-def _open(reading: Reading, precision: Precision, arithmetic: Arithmetic) -> Stage:
+def stage_of(reading: Reading, precision: Precision, arithmetic: Arithmetic) -> Stage:
     """The reading's graph on the GPU, at its input shapes."""
     gpu_device()
     try:
