@@ -21,7 +21,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from sparsedeploy import __version__, devices
-from sparsedeploy.errors import CheckFailed, InputError, SparseDeployError
+from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
 from sparsedeploy.gpu import closest, first_gpu
 
 if TYPE_CHECKING:
@@ -412,6 +412,78 @@ def _arch(name: str | None) -> Arch | None:
 
 
 @app.command()
+def run(
+    source: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Bundle, ONNX model or engine.", show_default=False)],
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            help=".npz with arrays named as the inputs, or .npy for one input.",
+            show_default="random numbers",
+        ),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--image", help="Picture for an ImageNet classifier; may be repeated, one per image of the batch."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the outputs to this .npz.")] = None,
+    runner: Annotated[
+        str | None,
+        typer.Option(
+            "--runner", help="torch, tensorrt, tensorrt_rtx or onnxruntime.", show_default="the best one here"
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option("--precision", help="fp32, tf32 or fp16.", show_default="the model's own")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu or cuda:0, for torch and onnxruntime.", show_default="the GPU")
+    ] = None,
+    labels: Annotated[Path | None, typer.Option("--labels", help="Names of the classes, one a line.")] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many of the best classes to print.")] = 5,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            max=65535,
+            help="Images of random numbers where the model leaves it open.",
+            show_default="1",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random numbers.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Run a bundle, model or engine once. Without a GPU the answer is the same, computed dense."""
+    from sparsedeploy import run as runs
+
+    with _progress(as_json) as tell:
+        ran = runs.run(
+            runs.Request(
+                source=source,
+                inputs=inputs,
+                images=tuple(image or ()),
+                out=out,
+                runner=runs.runner_named(runner),
+                arithmetic=runs.arithmetic_named(precision),
+                device=device,
+                labels=labels,
+                top=top,
+                batch=batch,
+                seed=seed,
+                tell=tell,
+            )
+        )
+    if as_json:
+        sys.stdout.write(ran.to_json())
+        return
+    for line in runs.lines_of(ran):
+        print(line)
+
+
+@app.command()
 def bench(
     source: Annotated[
         Path | None,
@@ -537,6 +609,26 @@ def prune(
         print(f"left as it is: {skipped.layer} ({skipped.reason})")
     print("For tests of speed and correctness only: pruned this way, a network needs retraining before it is accurate.")
     print(f"Next: sparsedeploy scan {shlex.quote(str(out))}")
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Tell what this machine has for converting, building and running, each with ok or the fix."""
+    from sparsedeploy import doctor as examined
+
+    with _progress(as_json) as tell:
+        tell("looking")
+        found = examined.diagnose()
+    if as_json:
+        sys.stdout.write(found.to_json())
+    else:
+        for line in examined.lines_of(found):
+            print(line)
+    if not found.can_convert:
+        broken = ", ".join(
+            check.what for check in found.checks if check.area == "converting" and check.state == "broken"
+        )
+        raise MachineError(f"something that converting needs is broken: {broken}. The table says how to mend each.")
 
 
 @app.command()
