@@ -77,21 +77,27 @@ def check_code(node: SparseConv, blocks: int = BLOCKS, seed: int = 0) -> CodeChe
 
 
 def _some(node: SparseConv, count: int, rng: np.random.Generator) -> dict[int, list[int]]:
-    """Blocks of the first launch to run: whole clusters, the first and the last and some between. {} is all."""
+    """Blocks to run of every launch that reads the input: whole clusters, the first and the last and some between.
+
+    A launch that is not named runs whole; {} is all. Several launches share `count`, two of each at least.
+    """
     g = node.geometry
     variant = choose(node.plan, node.precision, 1)
-    launches = [(i, op) for i, op in enumerate(variant.ops) if isinstance(op, Launch)] if variant else []
-    if not launches:
-        return {}
-    number, op = launches[0]
     sizes = {"N": 1, "H": g.h, "W": g.w, "OH": g.oh, "OW": g.ow}
-    total = int(np.prod([size.value(sizes) for size in op.grid]))
-    groups = total // op.cluster
-    if groups <= count or op.cluster * groups != total:
-        return {}
-    between = rng.choice(np.arange(1, groups - 1), count - 2, replace=False)
-    chosen = sorted({0, groups - 1, *(int(group) for group in between)})
-    return {number: [group * op.cluster + i for group in chosen for i in range(op.cluster)]}
+    reading = [
+        (number, op) for number, op in enumerate(variant.ops if variant else ())
+        if isinstance(op, Launch) and any(arg.kind == "input" for arg in op.args)
+    ]  # fmt: skip
+    chosen: dict[int, list[int]] = {}
+    for number, op in reading:
+        total, share = int(np.prod([size.value(sizes) for size in op.grid])), max(2, count // len(reading))
+        groups = total // op.cluster
+        if groups <= share or op.cluster * groups != total:
+            continue
+        between = rng.choice(np.arange(1, groups - 1), share - 2, replace=False)
+        some = sorted({0, groups - 1, *(int(group) for group in between)})
+        chosen[number] = [group * op.cluster + i for group in some for i in range(op.cluster)]
+    return chosen
 
 
 def _allowed(node: SparseConv, weight: Floats, bias: Floats | None) -> NDArray[np.float64]:

@@ -17,6 +17,7 @@ from sparsedeploy.plugins.assemble import assemble_many, ptx_version
 from sparsedeploy.plugins.baked.choose import (
     estimate,
     from_config,
+    groups_of,
     mode_of,
     portable,
     ranked,
@@ -27,7 +28,7 @@ from sparsedeploy.plugins.baked.choose import (
 from sparsedeploy.plugins.baked.emit import SUM_THREADS, Entry, module
 from sparsedeploy.plugins.baked.measured import MEASURED_DENSITY, Winner, winner
 from sparsedeploy.plugins.baked.read import read_weights
-from sparsedeploy.plugins.baked.schedule import Nonzeros, Schedule, nonzeros, pieces
+from sparsedeploy.plugins.baked.schedule import Nonzeros, Piece, Schedule, nonzeros, parts, pieces
 from sparsedeploy.plugins.cost import ceilings, time_us
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Config, Floats, Prediction, UnfitWeightsError
 from sparsedeploy.plugins.launch import Arg, ArgKind, Launch, Plan, Variant, const, var
@@ -36,6 +37,10 @@ from sparsedeploy.plugins.reference import conv2d
 
 MAX_NNZ = 400_000
 """Nonzeros of one layer at most: 16 bytes of code each, and minutes of ptxas beyond."""
+PART_FMAS = 40_000
+"""Fmas of one entry at most, where a layer is launched in parts: some 8 s of one core's ptxas (scripts/lab/NOTES.md)."""
+WHOLE_FMAS = 80_000
+"""Up to so many a layer stays one launch: a further one costs more at run time than it saves in assembling."""
 SMALL_NNZ = 20_000
 """Up to so many nonzeros a second schedule for small batches is carried beside the one for the profile's batch."""
 
@@ -48,6 +53,7 @@ def _entries(
     sizing = {key: value for key, value in config.items() if key != "sums"}
     if sizing:
         main = portable(from_config(geometry, precision, config), archs)
+        main = _parted(main, nnz, archs)
     else:
         main = _best(geometry, precision, device, options.batch, nnz, archs, bits)
     if sizing or options.batch < 4 or nnz > SMALL_NNZ:
@@ -87,8 +93,19 @@ def _best(
 ) -> Schedule:
     known = _winner(geometry, precision, device, batch, nnz, archs, bits)
     if known is not None:
-        return from_config(geometry, precision, known.config)
-    return ranked(geometry, precision, batch, nnz, ceilings(device), archs, 1, bits)[0][0]
+        best = from_config(geometry, precision, known.config)
+    else:
+        best = ranked(geometry, precision, batch, nnz, ceilings(device), archs, 1, bits)[0][0]
+    return _parted(best, nnz, archs)
+
+
+def _parted(s: Schedule, nnz: int, archs: tuple[int, ...]) -> Schedule:
+    """The schedule in as many launches as assembling it in bounded time asks for; they overlap where they can."""
+    fmas = nnz * s.rows
+    if s.parts or fmas <= WHOLE_FMAS:
+        return s
+    count = min(-(-fmas // PART_FMAS), groups_of(s.geometry, s.channels)[0])
+    return replace(s, parts=count, dependent=s.dependent or (count > 1 and min(archs) >= 90))
 
 
 def _plan(
@@ -97,23 +114,24 @@ def _plan(
     variants = []
     for entry, least, most in entries:
         s = entry.schedule
-        parts = pieces(s, weights)
-        largest = max(len(part.oc) for part in parts)
-        shared = max(replace(s, use_async=flag).block_bytes(largest) for flag in {arch >= 80 for arch in archs})
-        if shared > shared_limit(archs):
-            raise ValueError(
-                f"{node.layer}: {shared} bytes of shared memory for a block, {shared_limit(archs)} are to be had"
-            )
+        cut = parts(s, pieces(s, weights))
         g = s.geometry
         planes = s.combine == "planes"
         residual: list[ArgKind] = ["residual"] if node.has_residual else []
         names: list[ArgKind] = ["input", "workspace" if planes else "output", *([] if planes else residual), "N"]
-        ops = [
-            Launch(
-                entry.name, s.grid(len(parts) // s.splits), (s.threads, 1, 1), tuple(Arg(name) for name in names), shared,
-                cluster=s.cluster, dependent=s.dependent,
-            )
-        ]  # fmt: skip
+        ops = []
+        for number, part in enumerate(cut):
+            shared = _shared_bytes(s, part, archs)
+            if shared > shared_limit(archs):
+                raise ValueError(
+                    f"{node.layer}: {shared} bytes of shared memory for a block, {shared_limit(archs)} are to be had"
+                )
+            ops.append(
+                Launch(
+                    entry.part_name(number), s.grid(len(part) // s.splits), (s.threads, 1, 1),
+                    tuple(Arg(name) for name in names), shared, cluster=s.cluster, dependent=s.dependent,
+                )
+            )  # fmt: skip
         workspace = const(0)
         if planes:
             outputs = var("N") * (g.oc * g.oh * g.ow)
@@ -127,6 +145,12 @@ def _plan(
             )  # fmt: skip
         variants.append(Variant(node.precision, tuple(ops), workspace, least, most))
     return tuple(variants)
+
+
+def _shared_bytes(s: Schedule, part: Sequence[Piece], archs: tuple[int, ...]) -> int:
+    """Dynamic shared memory of a block of one launch, on whichever of these architectures needs most."""
+    largest = max(len(piece.oc) for piece in part)
+    return max(replace(s, use_async=flag).block_bytes(largest) for flag in {arch >= 80 for arch in archs})
 
 
 def _check_half(layer: ConvLayer, weight: Floats, bias: Floats | None) -> tuple[str, ...]:

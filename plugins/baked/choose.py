@@ -37,7 +37,7 @@ def from_config(geometry: Geometry, precision: Precision, config: Config) -> Sch
     """The schedule that a configuration names; raises ValueError for a name it does not know."""
     known = {
         "sums", "pair_rows", "channels", "splits", "combine", "mates", "pieces_first", "pixels", "rows", "columns", "stage_channels",
-        "ring", "min_blocks", "step", "dependent",
+        "ring", "min_blocks", "step", "dependent", "sync", "parts",
     }  # fmt: skip
     unknown = set(config) - known
     if unknown:
@@ -50,6 +50,7 @@ def from_config(geometry: Geometry, precision: Precision, config: Config) -> Sch
         splits=c("splits", 1), combine=_COMBINES[c("combine", 0)], mates=c("mates", 1), pieces_first=bool(c("pieces_first", 0)),
         pixels=c("pixels", 256), rows=c("rows", 1), columns=c("columns", 0), stage_channels=c("stage_channels", 4),
         ring=c("ring", 3), min_blocks=c("min_blocks", 1), step=c("step", 0), dependent=bool(c("dependent", 0)),
+        sync=c("sync", 0), parts=c("parts", 0),
     )  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def to_config(s: Schedule) -> Config:
         "channels": s.channels, "splits": s.splits, "combine": _COMBINES.index(s.combine), "mates": s.mates,
         "pieces_first": int(s.pieces_first), "pixels": s.pixels, "rows": s.rows, "columns": s.columns,
         "stage_channels": s.stage_channels, "ring": s.ring, "min_blocks": s.min_blocks, "step": s.step,
-        "dependent": int(s.dependent),
+        "dependent": int(s.dependent), "sync": s.sync, "parts": s.parts,
     }  # fmt: skip
     if s.mode != "f32":
         config |= {"sums": 32 if s.mode == "hf" else 16, "pair_rows": int(s.pair == "row")}
@@ -275,7 +276,7 @@ def portable(s: Schedule, archs: tuple[int, ...]) -> Schedule:
     Raises ValueError where no stage of it fits their shared memory.
     """
     if min(archs) < 90:
-        s = replace(s, combine="planes" if s.combine == "cluster" else s.combine, mates=1, dependent=False)
+        s = replace(s, combine="planes" if s.combine == "cluster" else s.combine, mates=1, dependent=False, sync=0)
     oc = groups_of(s.geometry, s.channels)[1]
     limit = shared_limit(archs)
     # Architectures without cp.async use two slots; the larger need counts.

@@ -1,7 +1,11 @@
 """PTX text of one pruned convolution: what the code looks like, and how to read it back.
 
-One module per (architecture, activation dtype); one `.visible .entry` per schedule (a schedule serves a range of N) and,
-where input-channel splits are summed by a second launch, one entry `NAME_sum`. Text is deterministic.
+One module per (architecture, activation dtype); one `.visible .entry` per schedule (a schedule serves a range of N), or
+one for each of its parts, which are launched one after another (NAME_0, NAME_1, ...), and, where input-channel splits are
+summed by a further launch, one entry `NAME_sum`. Text is deterministic.
+
+Parts overlap where launches are dependent: part 0 waits for the kernel ahead before it lets part 1 start, so that part 1
+may read its input at once; part 1 waits for part 0 at its end, so that who waits for the last part has waited for all.
 
 What one block does. A *piece* is (output-channel list, input-channel range). A block runs one piece on one tile of output
 pixels: input rows with their halo go to shared memory in *stages* of a few channels through a ring of slots, each thread
@@ -39,8 +43,8 @@ Modes (in the entry's comment):
 Markers and conventions that make the weights recoverable from the text alone:
   `// baked 1 ic=.. oc=.. kh=.. kw=.. stride=sh,sw dilation=dh,dw pads=t,l,b,r h=.. w=.. group=..`   once, after .address_size
        (the geometry as compiled: a 1x1 convolution of stride 1 without pads is flattened to h=1, w=H*W)
-  `// entry NAME mode=.. pair=none|image|row rows=P splits=KS pixels=T strip=COLUMNS stage=BYTES plane=BYTES pitch=BYTES element=BYTES`
-       before each entry. Bytes are shared-memory strides: ring slot, channel, input row, pixel. COLUMNS: see Schedule.
+  `// entry NAME of=NAME part=I parts=K mode=.. pair=none|image|row rows=P splits=KS pixels=T strip=COLUMNS stage=BYTES plane=BYTES pitch=BYTES element=BYTES`
+       before each entry; the K parts of one `of` carry the weights together. Bytes are shared-memory strides: ring slot, channel, input row, pixel. COLUMNS: see Schedule.
   `// piece g ks ic=LO..HI oc=a,b,c`   at each piece's label; HI exclusive; channels are absolute (of the whole input).
   `// stage ic=LO..HI slot=K`          ahead of each stage's arithmetic.
   `%a{oc * P + j}`   sum of output channel oc (absolute) for the thread's j-th output row, 0 <= j < P.
@@ -64,9 +68,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparsedeploy.layer import Epilogue, Geometry
-from sparsedeploy.plugins.baked.schedule import Nonzeros, Piece, Schedule, pieces
+from sparsedeploy.plugins.baked.schedule import Nonzeros, Piece, Schedule, parts, pieces
 
 _ZERO = "0f00000000"
+_CLUSTER_BARRIER = ("barrier.cluster.arrive.aligned", "barrier.cluster.wait.aligned")
 _TAPS_AHEAD = 4
 """Input elements loaded together, one group ahead of their use: two groups are live beside the sums."""
 Tap = tuple[int, int]
@@ -79,6 +84,10 @@ class Entry:
 
     name: str
     schedule: Schedule
+
+    def part_name(self, part: int) -> str:
+        """Name of the entry of one part."""
+        return self.name if self.schedule.parts <= 1 else f"{self.name}_{part}"
 
 
 def float_literal(value: float) -> str:
@@ -107,7 +116,9 @@ def module(
     ]
     by_channel = _by_channel(weights)
     for entry in entries:
-        out += _Writer(entry, by_channel, pieces(entry.schedule, weights), bias, epilogue).text()
+        cut = parts(entry.schedule, pieces(entry.schedule, weights))
+        for number in range(len(cut)):
+            out += _Writer(entry, by_channel, cut, number, bias, epilogue).text()
         if entry.schedule.combine == "planes":
             out += _sum_entry(entry, epilogue)
     return "\n".join(out) + "\n"
@@ -135,15 +146,20 @@ class _Writer:
     """Writes one entry."""
 
     def __init__(
-        self, entry: Entry, weights: dict[int, list[tuple[int, int, int, float]]], parts: Sequence[Piece],
-        bias: NDArray[np.float32] | None, epilogue: Epilogue,
+        self, entry: Entry, weights: dict[int, list[tuple[int, int, int, float]]], cut: Sequence[Sequence[Piece]],
+        part: int, bias: NDArray[np.float32] | None, epilogue: Epilogue,
     ) -> None:  # fmt: skip
-        self.name, self.s, self.weights, self.pieces = entry.name, entry.schedule, weights, parts
+        self.name, self.s, self.weights, self.pieces = entry.part_name(part), entry.schedule, weights, cut[part]
+        self.part, self.said = part, f"of={entry.name} part={part} parts={len(cut)}"
         self.g, self.bias, self.epilogue = entry.schedule.geometry, bias, epilogue
         self.lines: list[str] = []
         self.plane_out = self.g.oh * self.g.ow
-        self.largest = max(len(part.oc) for part in parts)
+        self.largest = max(len(piece.oc) for piece in self.pieces)
         self.aliased = entry.schedule.aliased(self.largest)
+        # Every block of a cluster must meet as many barriers: as many as the piece of fewest stages has.
+        fewest = min(-(-(piece.ic[1] - piece.ic[0]) // self.s.stage_channels) for piece in self.pieces)
+        wanted = self.s.sync and self.s.asynchronous and self.s.cluster > 1
+        self.synced = range(0, fewest if wanted else 0, self.s.sync or 1)
 
     def op(self, *lines: str) -> None:
         """Add instructions."""
@@ -170,7 +186,7 @@ class _Writer:
             parameters.append(".param .u64 residual")
         parameters.append(".param .u32 n")
         head = [
-            f"// entry {self.name} mode={s.mode} pair={s.pair} rows={s.rows} splits={s.splits} "
+            f"// entry {self.name} {self.said} mode={s.mode} pair={s.pair} rows={s.rows} splits={s.splits} "
             f"pixels={s.pixels} strip={s.strip} stage={s.slot_bytes} plane={s.plane_bytes} pitch={s.pitch_bytes} "
             f"element={s.shared_bytes}",
             f".visible .entry {self.name}({', '.join(parameters)})",
@@ -233,10 +249,14 @@ class _Writer:
         self.op(f"div.u32 %r5, %r5, {s.strip}", f"mul.lo.u32 %r5, %r5, {s.rows * g.stride[0]}")
         for slot in range(s.slots):
             self._loader(slot)
-        if s.combine == "cluster" and not self.aliased:
+        if s.combine == "cluster" and not self.aliased and not self.synced:
             self.op("barrier.cluster.arrive.aligned")
-        if s.dependent:
+        if s.dependent and s.parts <= 1:
             self.op("griddepcontrol.launch_dependents", "griddepcontrol.wait")
+        elif s.dependent and self.part == 0:
+            self.op("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+        elif s.dependent:
+            self.op("griddepcontrol.launch_dependents")
 
     def _pieces_first(self) -> None:
         """%r0: piece, %r2: tile, where ctaid.x counts blocks of a cluster fastest, then pieces, then tiles."""
@@ -387,6 +407,8 @@ class _Writer:
             for oc in piece.oc:
                 for j in range(s.rows):
                     self._finish(oc, j, f"%a{oc * s.rows + j}")
+        if s.dependent and self.part:
+            self.op("griddepcontrol.wait")
         self.op("ret")
 
     def _start_loads(self, stages: Sequence[Sequence[int]]) -> None:
@@ -402,7 +424,9 @@ class _Writer:
         s = self.s
         for i, stage_channels in enumerate(stages):
             issued = min(len(stages), i + s.ring - 1)
-            self.op(f"cp.async.wait_group {issued - i - 1}", "bar.sync 0")
+            self.op(
+                f"cp.async.wait_group {issued - i - 1}", *(_CLUSTER_BARRIER if i in self.synced else ("bar.sync 0",))
+            )
             if i + s.ring - 1 < len(stages):
                 self._copy_async(stages[i + s.ring - 1], (i + s.ring - 1) % s.ring)
             self._arithmetic(stage_channels, i % s.ring, members)
@@ -609,9 +633,12 @@ class _Writer:
         s = self.s
         share = s.share(len(piece.oc))
         kind = "b32" if s.mode == "h2" else "f32"
-        barrier = ("barrier.cluster.arrive.aligned", "barrier.cluster.wait.aligned")
         # Over the ring: all blocks must have read their inputs. Beside it: all must have started, which they said then.
-        self.op(*(barrier if self.aliased else barrier[1:]), "shl.b32 %r6, %r1, 2", "add.s32 %r6, %r6, %r15")
+        if self.aliased:
+            self.op(*_CLUSTER_BARRIER)
+        elif not self.synced:
+            self.op(_CLUSTER_BARRIER[1])
+        self.op("shl.b32 %r6, %r1, 2", "add.s32 %r6, %r6, %r15")
         if not self.aliased:
             self.op(f"add.s32 %r6, %r6, {s.ring_bytes}")
         if s.mates > 1:  # rank of the first split of this tile
@@ -635,7 +662,7 @@ class _Writer:
                     self.op(
                         f"st.shared::cluster.{kind} [%r7+{self._slot(piece.split, share, i, j)}], %a{oc * s.rows + j}"
                     )
-        self.op(*barrier)
+        self.op(*_CLUSTER_BARRIER)
         for i, oc in enumerate(piece.oc[piece.split * share : (piece.split + 1) * share]):
             for j in range(s.rows):
                 self._sum_shares(piece, share, i, oc, j)

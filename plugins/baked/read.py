@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparsedeploy.layer import Geometry
+from sparsedeploy.plugins.launch import Launch
 from sparsedeploy.plugins.node import SparseConv
 
 Floats = NDArray[np.float32]
@@ -26,7 +27,7 @@ _HEADER = re.compile(
     r"// baked 1 ic=(\d+) oc=(\d+) kh=(\d+) kw=(\d+) stride=(\d+),(\d+) dilation=(\d+),(\d+) "
     r"pads=(\d+),(\d+),(\d+),(\d+) h=(\d+) w=(\d+) group=(\d+)$"
 )
-_ENTRY = re.compile(r"// entry (\S+)((?: \w+=[\w,]+)+)$")
+_ENTRY = re.compile(r"// entry (\S+)((?: \w+=[\w$,]+)+)$")
 _PIECE = re.compile(r"// piece (\d+) (\d+) ic=(\d+)\.\.(\d+) oc=([\d,]+)$")
 _STAGE = re.compile(r"// stage ic=(\d+)\.\.(\d+) slot=(\d+)$")
 _FMA = re.compile(r"fma\.rn\.(f32|f16x2) %a(\d+), %v(\d+), (0f[0-9A-F]{8}|%w), %a(\d+);$")
@@ -68,6 +69,10 @@ class _Reading:
     """[oc, ic // group]: which input channels some piece of the output channel goes through."""
     found: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Flat index of a weight to its value and to the rows it was met for (bit j: the thread's row j)."""
+    names: list[str] = field(default_factory=list)
+    """Entries read so far: the parts of one schedule are read into one state."""
+    of: str = ""
+    parts: int = 1
     piece: _PieceState | None = None
 
 
@@ -101,6 +106,8 @@ class ReadImage:
     """[oc]."""
     half: bool
     """Whether weights were rounded to fp16."""
+    launches: tuple[tuple[str, ...], ...] = ()
+    """For every schedule the entries that compute the layer together, in order."""
 
 
 def read_image(ptx: bytes | str) -> ReadImage:
@@ -118,7 +125,7 @@ def read_image(ptx: bytes | str) -> ReadImage:
         elif line.startswith("// entry "):
             if geometry is None or current is not None:
                 _fail(number, line, "an entry outside of its place")
-            current = _open(number, line, geometry)
+            current = _open(number, line, geometry, done[-1] if done else None)
         elif line.startswith(("// sum ",)):
             announced = line.split()[2] + "_sum"
         elif match := _VISIBLE.match(line):
@@ -128,7 +135,8 @@ def read_image(ptx: bytes | str) -> ReadImage:
             announced = None if current is None else announced
         elif current is not None and line == "}":
             _close_piece(number, line, current)
-            done.append(current)
+            if not done or done[-1] is not current:
+                done.append(current)
             current = None
         elif current is not None:
             _read_line(number, line, current)
@@ -153,6 +161,7 @@ def read_weights(node: SparseConv) -> tuple[Floats, Floats | None]:
         except ValueError as error:
             raise ValueError(f"{node.layer}: image {name}: {error}") from error
         _check_geometry(node, name, read)
+        _check_plan(node, name, image.dtype, read)
         results.append((name, read))
     if not results:
         raise ValueError(f"{node.layer}: the node carries no PTX to read weights from")
@@ -191,6 +200,17 @@ def _check_geometry(node: SparseConv, name: str, read: ReadImage) -> None:
             )
 
 
+def _check_plan(node: SparseConv, name: str, dtype: str, read: ReadImage) -> None:
+    """Every variant launches all parts of one schedule: weights that are read but never run would prove nothing."""
+    for variant in node.plan:
+        launched = tuple(op.entry for op in variant.ops if isinstance(op, Launch) and not op.entry.endswith("_sum"))
+        if variant.dtype == dtype and launched not in read.launches:
+            raise ValueError(
+                f"{node.layer}: the launch plan runs {', '.join(launched) or 'nothing'}, image {name} has "
+                f"{' or '.join(', '.join(names) for names in read.launches)}"
+            )
+
+
 def _read_header(number: int, line: str) -> Geometry:
     match = _HEADER.match(line)
     if not match:
@@ -201,19 +221,29 @@ def _read_header(number: int, line: str) -> Geometry:
     )  # fmt: skip
 
 
-def _open(number: int, line: str, g: Geometry) -> _Reading:
+def _open(number: int, line: str, g: Geometry, before: _Reading | None) -> _Reading:
     match = _ENTRY.match(line)
     if not match:
         _fail(number, line, "an entry comment of another form")
     said = dict(part.split("=") for part in match.group(2).split())
     try:
         numbers = [int(said[key]) for key in ("rows", "splits", "stage", "plane", "pitch", "element")]
+        part, parts = int(said["part"]), int(said["parts"])
         layout = _Layout(match.group(1), said["mode"], *numbers)
+        of = said["of"]
     except (KeyError, ValueError) as error:
         _fail(number, line, f"an entry comment without a usable {error}")
     if layout.mode not in ("f32", "hf", "h2") or min(numbers) < 1:
         _fail(number, line, "an entry comment with values that make no sense")
-    return _Reading(g, layout, np.full(g.oc, np.nan), np.zeros((g.oc, g.ic // g.group), np.bool_))
+    if part == 0:
+        empty = np.full(g.oc, np.nan), np.zeros((g.oc, g.ic // g.group), np.bool_)
+        return _Reading(g, layout, *empty, names=[layout.name], of=of, parts=parts)
+    if before is None or (before.of, before.parts, len(before.names)) != (of, parts, part):
+        _fail(number, line, f"part {part} of {parts} out of its place")
+    if (before.layout.mode, before.layout.rows, before.layout.splits) != (layout.mode, layout.rows, layout.splits):
+        _fail(number, line, "a part unlike the one before")
+    before.layout, before.names = layout, [*before.names, layout.name]
+    return before
 
 
 def _read_line(number: int, line: str, reading: _Reading) -> None:
@@ -380,6 +410,8 @@ def _pair(number: int, line: str, bits: int) -> float:
 
 def _finish(reading: _Reading) -> ReadImage:
     layout = reading.layout
+    if len(reading.names) != reading.parts:
+        raise ValueError(f"entry {reading.of}: {len(reading.names)} of its {reading.parts} parts are there")
     if np.isnan(reading.bias).any():
         raise ValueError(
             f"entry {layout.name}: no piece computes output channel {int(np.isnan(reading.bias).argmax())}"
@@ -397,12 +429,14 @@ def _finish(reading: _Reading) -> ReadImage:
                 f"entry {layout.name}: weight {at} is missing in some of the {layout.rows} rows of a thread"
             )
         weight.flat[flat] = value
-    return ReadImage(reading.geometry, weight, reading.bias.astype(np.float32), layout.mode == "h2")
+    launches = (tuple(reading.names),)
+    return ReadImage(reading.geometry, weight, reading.bias.astype(np.float32), layout.mode == "h2", launches)
 
 
 def _agree(entries: list[ReadImage]) -> ReadImage:
     """Entries for several batch sizes carry the same weights (rounded to fp16 where one of them sums in half2)."""
     exact = [entry for entry in entries if not entry.half] or entries
+    launches = tuple(names for entry in entries for names in entry.launches)
     for entry in entries:
         for what, mine, other in (("weights", exact[0].weight, entry.weight), ("bias", exact[0].bias, entry.bias)):
             same = (
@@ -412,4 +446,4 @@ def _agree(entries: list[ReadImage]) -> ReadImage:
             )
             if not same:
                 raise ValueError(f"two entries of one image carry different {what}")
-    return exact[0]
+    return replace(exact[0], launches=launches)

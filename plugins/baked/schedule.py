@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -96,6 +97,11 @@ class Schedule:
     """Instructions between block barriers that keep the warps at the same code, so that it is fetched once; 0: none."""
     dependent: bool = False
     """Start before the kernel ahead ends, wait for it ahead of the first read (sm_90 and later)."""
+    sync: int = 0
+    """Stages between barriers of the whole cluster, which keep its blocks at the same code; 0: none."""
+    parts: int = 0
+    """Launches that the groups of output channels are dealt to, each an entry of its own: ptxas takes more than twice
+    as long for an entry of twice the code, and works on several entries at once. 0: as many as that asks for."""
 
     # ---- the tile grid ----
     @property
@@ -409,6 +415,14 @@ def pieces(schedule: Schedule, weights: Nonzeros) -> tuple[Piece, ...]:
             group = len(result) // schedule.splits
             result += [Piece(group, i, oc, ic) for i, ic in enumerate(ranges)]
     return tuple(result)
+
+
+def parts(schedule: Schedule, whole: Sequence[Piece]) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces of each launch: whole groups, as evenly as they go."""
+    groups = len(whole) // schedule.splits
+    count = max(1, min(schedule.parts, groups))
+    cuts = [groups * i // count * schedule.splits for i in range(count + 1)]
+    return tuple(tuple(whole[first:last]) for first, last in pairwise(cuts))
 
 
 def split_inputs(

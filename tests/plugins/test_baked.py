@@ -60,6 +60,16 @@ CONFIGS: tuple[Config, ...] = (
     {"channels": 4, "pixels": 96, "stage_channels": 1, "ring": 2, "rows": 2},
     {"channels": 3, "pixels": 32, "splits": 2, "combine": 1, "stage_channels": 2},
     {"channels": 3, "pixels": 32, "splits": 2, "combine": 1, "mates": 2, "pieces_first": 1, "dependent": 1},
+    {
+        "channels": 3,
+        "pixels": 32,
+        "splits": 2,
+        "combine": 1,
+        "stage_channels": 1,
+        "sync": 2,
+        "dependent": 1,
+        "parts": 2,
+    },
     {"channels": 2, "pixels": 64, "splits": 3, "combine": 2},
     {"channels": 2, "pixels": 32, "splits": 3, "combine": 2, "pieces_first": 1, "mates": 2},
     {"channels": 8, "pixels": 64, "columns": 8, "stage_channels": 4},
@@ -94,7 +104,7 @@ def test_any_convolution_on_any_architecture(case: Case, arch: int, mode: str) -
 
 
 @pytest.mark.parametrize("how", EPILOGUES, ids=lambda how: how.describe())
-@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[3], CONFIGS[5]], ids=["whole", "cluster", "planes"])
+@pytest.mark.parametrize("config", [CONFIGS[1], CONFIGS[3], CONFIGS[6]], ids=["whole", "cluster", "planes"])
 @pytest.mark.parametrize("mode", ["f32", "h2"])
 def test_every_epilogue(how: Epilogue, config: Config, mode: str) -> None:
     case = fill(SQUARE, how, 100, batch=2, seed=5)
@@ -140,10 +150,23 @@ def test_code_assembles_for_every_target(arch: int, config: Config) -> None:
     case = fill(ODD, EPILOGUES[2], 60, batch=1, seed=6)
     node = build(case, config, "fp16", (arch,))
     assert assemble(node.images[0].data, arch).cubin[:4] == b"\x7fELF"
-    single = build(case, CONFIGS[5], "fp32", (arch,))
+    single = build(case, CONFIGS[6], "fp32", (arch,))
     made = assemble(single.images[0].data, arch)
     assert set(made.usage) == {"conv", "conv_sum"}
     assert made.spill_bytes == 0
+
+
+def test_a_large_layer_is_launched_in_parts_that_overlap_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsedeploy.plugins.baked.WHOLE_FMAS", 50)
+    monkeypatch.setattr("sparsedeploy.plugins.baked.PART_FMAS", 40)
+    case = fill(SQUARE, EPILOGUES[0], 100, batch=1, seed=6)
+    for archs, overlap in (((90,), True), ((80, 90), False)):
+        node = build(case, {"channels": 2, "pixels": 32, "stage_channels": 2}, "fp32", archs)
+        ops = [op for variant in node.plan for op in variant.ops if isinstance(op, Launch)]
+        assert [op.entry for op in ops] == ["conv_0", "conv_1", "conv_2"]
+        assert all(op.dependent == overlap for op in ops)
+        check(case, node, "f32", archs[0])
+        assert set(assemble(node.images[0].data, archs[0]).usage) == {"conv_0", "conv_1", "conv_2"}
 
 
 def test_splits_are_summed_in_a_cluster_only_where_every_image_has_clusters() -> None:

@@ -14,6 +14,7 @@ from sparsedeploy.layer import Epilogue, Geometry
 from sparsedeploy.plugins.baked import emit
 from sparsedeploy.plugins.baked.read import read_image, read_weights
 from sparsedeploy.plugins.baked.schedule import Schedule, flatten, nonzeros
+from sparsedeploy.plugins.launch import Launch, Variant, const
 from sparsedeploy.plugins.node import Image, SparseConv
 
 Floats = NDArray[np.float32]
@@ -151,6 +152,33 @@ def test_node_reads_all_its_images() -> None:
         read_weights(node_of((53, "fp32", full), bias=False))
     with pytest.raises(ValueError, match="no PTX to read"):
         read_weights(node_of())
+
+
+def test_parts_are_read_together_or_not_at_all() -> None:
+    weight, bias = data(MAP)
+    text = ptx(MAP, weight, bias, channels=3, parts=3)
+    assert text.count(".visible .entry") == 3
+    read = read_image(text)
+    assert np.array_equal(read.weight, weight)
+    assert read.launches == (("conv_0", "conv_1", "conv_2"),)
+    start, middle, last = (text.index(f"// entry conv_{number}") for number in range(3))
+    with pytest.raises(ValueError, match="conv: 2 of its 3 parts are there"):
+        read_image(text[:last])
+    for changed in (text[:start] + text[middle:], text[:middle] + text[last:]):
+        with pytest.raises(ValueError, match="of 3 out of its place"):
+            read_image(changed)
+
+
+def test_plan_must_launch_every_part() -> None:
+    weight, bias = data(MAP)
+    node = node_of((90, "fp32", ptx(MAP, weight, bias, channels=3, parts=3)))
+    ops = tuple(Launch(f"conv_{number}", (const(1), const(1), const(1)), (64, 1, 1), ()) for number in range(3))
+    whole = replace(node, plan=(Variant("fp32", ops),))
+    assert np.array_equal(read_weights(whole)[0], weight)
+    with pytest.raises(
+        ValueError, match="the launch plan runs conv_0, conv_2, image sm_90 fp32 has conv_0, conv_1, conv_2"
+    ):
+        read_weights(replace(node, plan=(Variant("fp32", ops[::2]),)))
 
 
 def test_image_of_another_layer_is_refused() -> None:
