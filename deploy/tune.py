@@ -46,7 +46,10 @@ from sparsedeploy.timing import Schedule, measure
 from sparsedeploy.verify import random_feeds, tolerance_for
 
 LEAST_SPARSITY = 0.2
-"""Layers with fewer zeros are not tried: they would cost the most to compile."""
+"""Layers with fewer zeros are not tried unless they are small: they would cost the most to compile."""
+SMALL_LAYER = 20_000
+"""Nonzeros up to which a layer is tried whatever its sparsity: generated code may beat a library's kernel for a first
+convolution of three channels even without zeros. Only a measurement can say."""
 SIMILAR_NNZ = 1.15
 """Layers of one shape share candidates up to this ratio of nonzeros."""
 CONDITIONS = (
@@ -392,7 +395,7 @@ class _Tuner:
                 self.reasons[layer.name] = "; ".join(dict.fromkeys(reason.text for reason in layer.ineligible))
             elif layer.name not in self.dense:
                 self.reasons[layer.name] = "it has no step of its own in the runner"
-            elif layer.sparsity < LEAST_SPARSITY:
+            elif layer.sparsity < LEAST_SPARSITY and _nnz(layer) > SMALL_LAYER:
                 self.reasons[layer.name] = f"{layer.sparsity:.1%} zeros, not tried below {LEAST_SPARSITY:.0%}"
             else:
                 taken.append(layer)
