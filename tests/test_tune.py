@@ -310,13 +310,19 @@ def test_a_member_whose_weights_do_not_fit_takes_the_runner_up() -> None:
     assert set(map(str, configs.values())) == {str({"size": 2})}
 
 
-def test_layers_that_cannot_or_need_not_run_sparse_say_why() -> None:
+def test_layers_that_cannot_or_need_not_run_sparse_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsedeploy.tune.SMALL_LAYER", 1000)
     full = layer("full", sparsity=0.05)
     stage = FakeStage(["a", "full"], TIMES)
     result = tuned(stage, [layer("a"), full, layer("unseen")])
     reasons = {entry.name: entry.reason for entry in result.plan.layers}
     assert "zeros, not tried below" in reasons["full"]
     assert "no step of its own" in reasons["unseen"]
+
+
+def test_a_small_layer_is_tried_whatever_its_sparsity() -> None:
+    result = tuned(FakeStage(["first"], TIMES), [layer("first", sparsity=0.0)])
+    assert result.plan.layers[0].choice != DENSE
 
 
 # --- the whole model ----------------------------------------------------------------------------------------------
