@@ -1,8 +1,8 @@
 """Every kernel under compute-sanitizer: memcheck, racecheck, initcheck, synccheck, on layers small enough for its pace.
 
-    python scripts/sanitize.py prepare FOLDER            builds the nodes (compiler wheels, no GPU)
-    python scripts/sanitize.py run FOLDER [--tools ...]  runs them under each tool (GPU, compute-sanitizer, no compiler)
-    python scripts/sanitize.py both FOLDER               one after the other
+    python scripts/sanitize.py prepare FOLDER [--kernels ...]   builds the nodes (compiler wheels, no GPU)
+    python scripts/sanitize.py run FOLDER [--tools ...]         runs them under each tool (GPU, compute-sanitizer, no compiler)
+    python scripts/sanitize.py both FOLDER                      one after the other
 
 Exit code 1 when a tool reports an error or a result is wrong, 3 when compute-sanitizer is missing.
 """
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,8 @@ def make_layer(g: Geometry, e: Epilogue, weight: np.ndarray[Any, np.dtype[np.flo
     )
 
 
-def build_nodes() -> list[tuple[str, SparseConv, int]]:
-    """(name, node, batch): every kernel that ships code, both precisions, batch 1 and 3."""
+def build_nodes(names: Sequence[str]) -> list[tuple[str, SparseConv, int]]:
+    """(name, node, batch): the named kernels as machine code, both precisions, batch 1 and 3."""
     device, rng, nodes = find("h200"), np.random.default_rng(0), []
     precisions: tuple[Precision, ...] = ("fp32", "fp16")
     for number, (g, e) in enumerate(LAYERS):
@@ -69,20 +70,24 @@ def build_nodes() -> list[tuple[str, SparseConv, int]]:
         weight[rng.random(g.weight_shape) < 0.8] = 0
         bias = rng.standard_normal(g.oc).astype(np.float32) if e.bias else None
         layer = make_layer(g, e, weight)
-        for kernel in KERNELS:
+        for kernel in map(kernel_named, names):
             for precision in precisions:
                 if kernel.supports(layer, device, precision) is not None:
                     continue
                 for n in (1, 3):
                     config, _ = kernel.configs(layer, device, precision, n)[0]
-                    node = kernel.build(layer, weight, bias, device, config, BuildOptions(precision, n, (90,))).node
+                    node = kernel.build(
+                        layer, weight, bias, device, config, BuildOptions(precision, n, (90,), True)
+                    ).node
                     if node.executable:
                         nodes.append((f"{kernel.name} layer {number} {precision} N={n}", node, n))
+    if "csr" not in names:
+        return nodes
     weight = rng.standard_normal(CLUSTERED.weight_shape).astype(np.float16).astype(np.float32)
     layer = make_layer(CLUSTERED, Epilogue(), weight)
     bare = CSR.build(layer, weight, None, device, {}, BuildOptions("fp32"))
     tiling = Tiling(CLUSTERED, 1, 4, 2, 7, 1, 4, 2, 4, 2)
-    options = BuildOptions("fp32", 1, (90,))
+    options = BuildOptions("fp32", 1, (90,), True)
     clustered = direct.with_code(bare, "csr", CSR.places(bare.node), device, options, tiling).node
     return [*nodes, ("csr in clusters of 4", clustered, 2)]
 
@@ -143,6 +148,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("prepare", "run", "both", "child"))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--kernels", default=",".join(kernel.name for kernel in KERNELS))
     parser.add_argument("--tools", default=",".join(TOOLS))
     options = parser.parse_args()
     try:
@@ -150,7 +156,7 @@ def main() -> int:
             return run_nodes(options.folder)
         if options.action in ("prepare", "both"):
             options.folder.mkdir(parents=True, exist_ok=True)
-            nodes = build_nodes()
+            nodes = build_nodes(options.kernels.split(","))
             (options.folder / "nodes.pickle").write_bytes(pickle.dumps(nodes))
             print(f"{len(nodes)} nodes")
         return run_tools(options.folder, options.tools.split(",")) if options.action in ("run", "both") else 0
