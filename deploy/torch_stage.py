@@ -92,11 +92,10 @@ class TorchStage:
         without events by is taken off all steps alike.
         """
         program = self._variant(nodes)
-        session = TorchSession(self.mixed, program, self.shapes, True)
+        session = TorchSession(self.mixed, program, self.shapes, False)
         try:
             session.upload(self.feeds)
-            whole = self._whole_us(session, replays)
-            samples = _step_samples(self.mixed, session, replays)
+            samples, whole = _step_samples(self.mixed, session, replays)
         finally:
             session.close()
         overhead = max(0.0, (float(np.median(samples.sum(axis=1))) - whole) / samples.shape[1])
@@ -200,14 +199,6 @@ class TorchStage:
         found: torch.dtype = getattr(torch, binding.dtype)
         return found
 
-    def _whole_us(self, session: TorchSession, replays: int) -> float:
-        times = []
-        for _ in range(replays + _WARM_REPLAYS):
-            start = session.mark()
-            session.enqueue()
-            times.append(session.elapsed_us(start, session.mark()))
-        return float(np.median(times[_WARM_REPLAYS:]))
-
 
 @dataclass
 class _Mixing(_Builder):
@@ -237,21 +228,34 @@ class _Mixing(_Builder):
         self.fresh.add(unit.output)
 
 
-def _step_samples(runner: TorchRunner, session: TorchSession, replays: int) -> NDArray[np.float64]:
-    """Microseconds [replays, steps] of every step of the session's program, from events inside a CUDA graph."""
-    program, stream = session.program, session._cuda
+def _step_samples(runner: TorchRunner, session: TorchSession, replays: int) -> tuple[NDArray[np.float64], float]:
+    """Microseconds [replays, steps] of every step of the session's program, from events inside a CUDA graph; and the median
+    of the same graph with an event at its head and end alone.
+    """
+    program, stream, inputs = session.program, session._cuda, session._inputs
     events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(program.steps) + 1)]
-    rows = []
+    ends = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
     with _settings(runner.arithmetic), torch.cuda.stream(stream):
+
+        def bare() -> None:
+            ends[0].record(stream)
+            program(inputs)
+            ends[1].record(stream)
+
         marked = _marked(program, events, stream)
-        marked(session._inputs)
+        marked(inputs)
         stream.synchronize()
-        graph, _ = captured(lambda: marked(session._inputs))
-        for _ in range(replays + _WARM_REPLAYS):
+        plain, _ = captured(bare)
+        graph, _ = captured(lambda: marked(inputs))
+        rows, whole = [], []
+        for number in range(replays + _WARM_REPLAYS):
+            plain.replay()
             graph.replay()
             stream.synchronize()
-            rows.append([1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)])
-    return np.asarray(rows[_WARM_REPLAYS:], np.float64)
+            if number >= _WARM_REPLAYS:
+                whole.append(1e3 * ends[0].elapsed_time(ends[1]))
+                rows.append([1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events)])
+    return np.asarray(rows, np.float64), float(np.median(whole))
 
 
 def _best_us(call: Callable[[], Any], repeats: int) -> float:
