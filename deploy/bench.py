@@ -46,7 +46,16 @@ from sparsedeploy.results import (
 from sparsedeploy.runtime import Arithmetic, Runner, RunnerName, Session
 from sparsedeploy.statistics import describe, halves_differ, mean_interval, paired_ratio, variation
 from sparsedeploy.timing import Clock, Samples, Schedule, measure
-from sparsedeploy.verify import FP16_TOLERANCE, OutputCheck, compare, random_feeds, range_one, run_file, tolerance_for
+from sparsedeploy.verify import (
+    FP16_TOLERANCE,
+    FP32_TOLERANCE,
+    OutputCheck,
+    compare,
+    random_feeds,
+    range_one,
+    run_file,
+    tolerance_for,
+)
 
 Array = NDArray[np.generic]
 Loader = Callable[[Path, RunnerName, Arithmetic], Runner]
@@ -294,7 +303,7 @@ def _case(
         for variant in variants.values():
             variant.session.close()
     layers = tuple(_layers(*steps)) if all(steps) else _planned_layers(subject, batch)
-    around = _Surroundings(batch, shapes, left_out, untouched, states, layers)
+    around = _Surroundings(batch, shapes, left_out, untouched, states, layers, _rounded(subject))
     return _judged(request, pair, timings, samples, around)
 
 
@@ -420,6 +429,8 @@ class _Surroundings:
     states: list[GpuState | None]
     """After each round."""
     layers: tuple[LayerTime, ...]
+    rounded: tuple[str, ...]
+    """What is to be told of weights that an fp32 bundle carries as fp16."""
 
 
 def _headline_pair(timings: Sequence[Timing], own: Arithmetic) -> tuple[Timing, Timing]:
@@ -447,10 +458,23 @@ def _judged(
         batch=around.batch, inputs=around.shapes, timings=timings, left_out=tuple(around.left_out),
         baseline=baseline.name, best=best.name, speedups=tuple(speedups),
         reasons=judge(pair, around.untouched, around.states, request.limits),
-        notes=_notes(baseline, best, around.states), layers=around.layers, before=around.untouched,
+        notes=(*around.rounded, *_notes(baseline, best, around.states)), layers=around.layers, before=around.untouched,
         after=around.states[-1] if around.states else None,
         clocks_mhz=tuple(state.sm_mhz if state else None for state in around.states),
     )  # fmt: skip
+
+
+def _rounded(subject: _Subject) -> tuple[str, ...]:
+    if subject.manifest.precision != "fp32":
+        return ()
+    layers = [node for node in subject.nodes if tolerance_for((node,), "fp32") > FP32_TOLERANCE]
+    if not layers:
+        return ()
+    kernels = ", ".join(sorted({node.kernel for node in layers}))
+    return (
+        f"{len(layers)} of {len(subject.nodes)} sparse layers ({kernels}) carry their weights rounded to fp16, as many bits as TF32 "
+        "keeps of weights and inputs: dense tf32 is as accurate a rival",
+    )
 
 
 def _median(timing: Timing) -> float:
