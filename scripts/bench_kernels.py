@@ -9,7 +9,7 @@ Cases, in order of importance: `targets` (all that the table of targets needs), 
 (ResNet-50's 3x3 at every batch and sparsity), `pointwise` (its 1x1), `real` (trained filters, with --filters), `escoin`,
 `im2win`, `mobilenet`, and `small` for a trial. Lists given by --also come after those of --cases, with one configuration
 a kernel and without csr, which runs packed's code on another format. `measure` needs torch and a driver besides sparsedeploy; the file is
-written after every row, and rows that the time limit leaves out are listed in it.
+written every second, and rows that the time limit leaves out are listed in it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_device import Checked, Dense, Gpu, Timing, WrongResultError, sums_of
-from bench_results import DenseRow, Missing, Results, Row, prediction_error, read, summary, to_profile
+from bench_results import DenseRow, Missing, Results, Row, prediction_error, read, summary, to_profile, to_text
 
 from sparsedeploy.devices import Device, find
 from sparsedeploy.errors import InputError, MachineError, SparseDeployError
@@ -51,6 +51,7 @@ from sparsedeploy.reading import count_zeros
 
 DEVICE = "h200"
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
+WRITE_S = 1.0
 SECOND_BEST_NNZ = 40_000
 """Layers of more nonzeros get one configuration of baked only: assembling another takes minutes."""
 
@@ -260,7 +261,8 @@ class Run:
         self.missing: list[Missing] = []
         name, driver, versions = bench.describe()
         floor, copy = bench.floors()
-        self.first_clocks = bench.clocks()
+        self.clocks = (bench.clocks(), "")
+        self.written = -WRITE_S
         self.head: dict[str, Any] = {
             "command": command, "commit": commit, "source_sha256": source_hash(), "device": name, "driver": driver,
             "versions": {**versions, "ptxas": tool_version(), "numpy": np.__version__}, "launch_floor_us": floor, "copy_tbs": copy,
@@ -275,14 +277,19 @@ class Run:
     def results(self) -> Results:
         """The record as it stands."""
         return Results(
-            **self.head, clocks=(self.first_clocks, self.bench.clocks()), seconds=round(self.seconds, 1), rows=tuple(self.rows),
+            **self.head, clocks=self.clocks, seconds=round(self.seconds, 1), rows=tuple(self.rows),
             dense=tuple(row for rows in self.dense.values() for row in rows), missing=tuple(self.missing),
         )  # fmt: skip
 
-    def write(self) -> None:
-        """Publish by one rename: a run that is stopped leaves what it had."""
+    def write(self, last: bool = False) -> None:
+        """Publish by one rename, every second or two: a run that is stopped leaves what it had."""
+        if last:
+            self.clocks = (self.clocks[0], self.bench.clocks())
+        elif self.seconds - self.written < WRITE_S:
+            return
+        self.written = self.seconds
         temporary = self.out.with_suffix(".part")
-        temporary.write_text(self.results().to_json(), encoding="utf-8")
+        temporary.write_text(to_text(self.results()), encoding="utf-8")
         temporary.replace(self.out)
 
     def measure_dense(self, case: Case) -> None:
@@ -383,7 +390,7 @@ def run(
         text = f"{job.kernel} {job.precision} #{job.rank} {job.case.name} {job.case.sparsity} N={job.case.n}"
         why = "built, not measured in time" if future.done() and not future.cancelled() else "not built in time"
         measured.missing.append(Missing(what=text, why=why))
-    measured.write()
+    measured.write(last=True)
 
 
 def source_hash() -> str:

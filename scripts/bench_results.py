@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -97,6 +98,18 @@ class Results(Document):
     rows: tuple[Row, ...]
     dense: tuple[DenseRow, ...]
     missing: tuple[Missing, ...]
+
+
+def to_text(results: Results) -> str:
+    """JSON with a line for every row: a file that a reader can search and a diff can show."""
+    fields = []
+    for name, value in results.model_dump(mode="json", by_alias=True).items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            rows = ",\n  ".join(json.dumps(row) for row in value)
+            fields.append(f" {json.dumps(name)}: [\n  {rows}\n ]")
+        else:
+            fields.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
 
 
 def read(path: Path) -> Results:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
-from bench_results import RESNET, Results, Table, prediction_error, summary, targets, to_profile
+from bench_results import RESNET, Results, Table, prediction_error, read, summary, targets, to_profile, to_text
 from bench_samples import dense_rows, paper_results, results, row
 
 from sparsedeploy.devices import find
@@ -93,3 +94,12 @@ def test_a_profile_needs_cold_times() -> None:
     )
     with pytest.raises(InputError, match="no cold time"):
         to_profile(bare, find("h200"))
+
+
+def test_the_file_is_the_record_a_row_a_line(tmp_path: Path) -> None:
+    found, path = paper_results(), tmp_path / "kernels.json"
+    path.write_text(to_text(found))
+    assert read(path) == found
+    assert sum(line.startswith('  {"case"') for line in path.read_text().splitlines()) == len(found.rows) + len(
+        found.dense
+    )
