@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_device import Checked, Dense, Gpu, Timing, WrongResultError, sums_of
-from bench_results import DenseRow, Missing, Results, Row, prediction_error, read, summary, to_profile, to_text
+from bench_results import DenseRow, Missing, Results, Row, read, summary, to_profile, to_text
 
 from sparsedeploy.devices import Device, find
 from sparsedeploy.errors import InputError, MachineError, SparseDeployError
@@ -469,8 +469,6 @@ def _measure(options: argparse.Namespace) -> int:
     run(work_list, bench, measured, pool, options.limit_s)
     results = measured.results()
     print(summary(results))
-    error, count = prediction_error(results)
-    print(f"predicted against measured: mean |log ratio| {error:.2f} over {count} rows of each kernel's own choice")
     wrong = any("relative error" in entry.why or "differ" in entry.why for entry in results.missing)
     sys.stdout.flush()
     for process in list((pool._processes or {}).values()):  # builds that came too late

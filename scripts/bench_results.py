@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -252,7 +252,7 @@ def summary(results: Results) -> str:
             f"| {warm.work} | {warm.least:g}{_unit(warm)} | {warm.aim:g}{_unit(warm)} | {_number(warm)} | {warm.verdict} "
             f"| {_number(cold)} | {warm.detail} |"
         )
-    lines += ["", *_layers(results)]
+    lines += ["", *_layers(results), "", *predictions(results)]
     return "\n".join(lines) + "\n"
 
 
@@ -293,10 +293,40 @@ def _layers(results: Results) -> list[str]:
     return lines
 
 
-def prediction_error(results: Results, wanted: Callable[[Row], bool] = lambda row: row.rank == 0) -> tuple[float, int]:
-    """Mean |log(predicted / measured)| over the rows that `wanted` takes, and their number."""
-    logs = [abs(math.log(row.predicted_us / row.us)) for row in results.rows if wanted(row) and row.predicted_us < 1e5]
-    return (sum(logs) / len(logs), len(logs)) if logs else (math.nan, 0)
+def prediction_error(rows: Iterable[Row]) -> tuple[float, float, int]:
+    """Mean |log(measured / predicted)|, the geometric mean of measured / predicted, and their number; nan without rows."""
+    logs = [math.log(row.us / row.predicted_us) for row in rows if 0 < row.predicted_us < 1e5]
+    if not logs:
+        return math.nan, math.nan, 0
+    return sum(map(abs, logs)) / len(logs), math.exp(sum(logs) / len(logs)), len(logs)
+
+
+def regret(results: Results) -> tuple[float, int]:
+    """Time of the kernel predicted fastest over that of the fastest measured, geometric mean over layers, and their number."""
+    by_layer: dict[tuple[str, float, int, str], list[Row]] = {}
+    for row in results.rows:
+        by_layer.setdefault((row.case, row.sparsity, row.n, row.precision), []).append(row)
+    ratios = [
+        min(rows, key=lambda row: row.predicted_us).us / min(row.us for row in rows) for rows in by_layer.values()
+    ]
+    return geomean(ratios), len(ratios)
+
+
+def predictions(results: Results) -> list[str]:
+    """Predicted against measured, by kernel and precision, as Markdown."""
+    lines = ["| kernel | mean abs log | measured / predicted | rows |", "|---|---|---|---|"]
+    for kernel, precision in sorted({(row.kernel, row.precision) for row in results.rows}):
+        error, bias, count = prediction_error(
+            row for row in results.rows if (row.kernel, row.precision, row.rank) == (kernel, precision, 0)
+        )
+        lines.append(f"| {kernel} {precision} | {error:.2f} | {bias:.2f} | {count} |" if count else f"| {kernel} {precision} | - | - | 0 |")  # fmt: skip
+    ratio, count = regret(results)
+    if count:
+        lines += [
+            "",
+            f"Choosing by prediction costs {ratio - 1:.1%} against the fastest measured, over {count} layers.",
+        ]
+    return lines
 
 
 def to_profile(results: Results, device: Device) -> DeviceProfile:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from bench_results import RESNET, Results, Table, prediction_error, read, summary, targets, to_profile, to_text
+from bench_results import RESNET, Results, Table, prediction_error, read, regret, summary, targets, to_profile, to_text
 from bench_samples import dense_rows, paper_results, results, row
 
 from sparsedeploy.devices import find
@@ -70,10 +70,20 @@ def test_the_summary_names_every_layer_and_what_runs_it() -> None:
 def test_predictions_are_compared_with_measurements() -> None:
     (entry,) = work("resnet50_3x3/64@56")
     rows = [row(RESNET[0], entry.geometry, 32, 0.9, us, predicted_us=10.0) for us in (10.0, 20.0)]
-    rows.append(row(RESNET[0], entry.geometry, 32, 0.9, 1.0, predicted_us=10.0, rank=1))
-    error, count = prediction_error(results(rows, []))
+    error, bias, count = prediction_error(rows)
     assert count == 2
     assert error == pytest.approx(math.log(2) / 2)
+    assert bias == pytest.approx(math.sqrt(2))
+    assert prediction_error([])[2] == 0
+    rows.append(row(RESNET[0], entry.geometry, 32, 0.9, 1.0, predicted_us=10.0, rank=1))
+    assert "| baked fp32 | 0.35 | 1.41 | 2 |" in summary(results(rows, []))
+
+
+def test_choosing_by_a_wrong_prediction_costs_what_was_measured() -> None:
+    (entry,) = work("resnet50_3x3/64@56")
+    promised = row(RESNET[0], entry.geometry, 32, 0.9, 12.0, predicted_us=5.0)
+    faster = row(RESNET[0], entry.geometry, 32, 0.9, 10.0, predicted_us=6.0, kernel="packed")
+    assert regret(results([promised, faster], [])) == (pytest.approx(1.2), 1)
 
 
 def test_cold_times_make_a_profile_for_planning() -> None:
