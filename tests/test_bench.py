@@ -48,7 +48,7 @@ def out(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "out"))
 
 
-QUICK = Schedule(duration_s=0.2, warmup_s=0.01, rounds=20)
+QUICK = Schedule(duration_s=0.1, warmup_s=0.0, rounds=20)
 
 
 def measured(folder: Path, fake: Bench | None = None, **changes: Any) -> Results:
@@ -60,7 +60,7 @@ def measured(folder: Path, fake: Bench | None = None, **changes: Any) -> Results
 
 
 def command(folder: Path, fake: Bench | None = None, **changes: Any) -> Said:
-    asked = replace(Asked(folder, duration_s=0.2, warmup_s=0.01), **changes)
+    asked = replace(Asked(folder, duration_s=0.1, warmup_s=0.0), **changes)
     return run(asked, lambda stage: None, (fake or Bench()).tools())
 
 
@@ -109,7 +109,7 @@ def test_the_parts_are_those_of_the_fake_machine(made: Path) -> None:
 
 
 def test_few_samples_say_na_not_a_number(made: Path) -> None:
-    case = measured(made, schedule=Schedule(0.12, 0.01, 20)).cases[0]  # four a round at the least
+    case = measured(made, schedule=Schedule(0.05, 0.0, 20)).cases[0]  # four a round at the least
     dense = case.timing("dense fp32, torch, graph").gpu_compute
     assert dense.count == 80
     assert (dense.p90_ms is not None, dense.p95_ms, dense.p99_ms) == (True, None, None)
@@ -317,7 +317,7 @@ def test_an_invalid_bench_is_printed_exits_1_and_leaves_the_bundle(out: Path, tm
 def test_invalid_reaches_the_exit_code(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Bench(state=lambda seconds: HOT)
     monkeypatch.setattr("sparsedeploy.bench.tools_here", fake.tools)
-    words = ["bench", str(out), "--duration", "0.2", "--warmup", "0.01"]
+    words = ["bench", str(out), "--duration", "0.1", "--warmup", "0"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
     assert "INVALID: throttled" in result.stdout
