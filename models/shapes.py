@@ -53,7 +53,8 @@ def pruned_weight(geometry: Geometry, sparsity: float) -> NDArray[np.float32]:
     dense = np.random.default_rng(0).standard_normal(geometry.weight_shape).astype(np.float32)
     weight = magnitude(dense, sparsity)
     terms = max(1.0, geometry.ic // geometry.group * geometry.kh * geometry.kw * (1 - sparsity))
-    return (weight / np.float32(np.sqrt(terms))).astype(np.float16).astype(np.float32)
+    rounded: NDArray[np.float32] = (weight / np.float32(np.sqrt(terms))).astype(np.float16).astype(np.float32)
+    return rounded
 
 
 _REAL: tuple[tuple[str, str, int], ...] = (

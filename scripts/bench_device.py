@@ -137,6 +137,9 @@ class Between:
         return float(np.median(times))
 
 
+DensePrecision = Literal["fp32", "tf32", "fp16"]
+
+
 class Dense(NamedTuple):
     """cuDNN's best layout for one precision."""
 
@@ -192,7 +195,7 @@ class Gpu:
 
     # -- the layers
 
-    def dense(self, g: Geometry, n: int, cold: bool) -> dict[str, Dense]:
+    def dense(self, g: Geometry, n: int, cold: bool) -> dict[DensePrecision, Dense]:
         """Time of cuDNN with full search in fp32, tf32 and fp16: the better of NCHW and NHWC, layouts converted before timing."""
         import torch
         from torch.nn import functional
@@ -203,12 +206,11 @@ class Gpu:
         if g.pads[:2] != g.pads[2:]:
             x = functional.pad(x, (g.pads[1], g.pads[3], g.pads[0], g.pads[2]))
             padding = 0
-        found: dict[str, Dense] = {}
-        for name, tf32, kind in (
-            ("fp32", False, torch.float32),
-            ("tf32", True, torch.float32),
-            ("fp16", False, torch.float16),
-        ):
+        found: dict[DensePrecision, Dense] = {}
+        forms: tuple[tuple[DensePrecision, bool, Any], ...] = (
+            ("fp32", False, torch.float32), ("tf32", True, torch.float32), ("fp16", False, torch.float16),
+        )  # fmt: skip
+        for name, tf32, kind in forms:
             torch.backends.cudnn.allow_tf32 = tf32
             best: Dense | None = None
             winner: tuple[Callable[[], object], Any] | None = None

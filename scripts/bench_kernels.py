@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_device import Checked, Dense, Gpu, Timing, WrongResultError, sums_of
+from bench_device import Checked, Dense, DensePrecision, Gpu, Timing, WrongResultError, sums_of
 from bench_results import DenseRow, Missing, Results, Row, read, summary, to_profile, to_text
 
 from sparsedeploy.devices import Device, find
@@ -241,7 +241,7 @@ class Bench(Protocol):
     def floors(self) -> tuple[float, float]:
         """Microseconds of one more kernel in a graph, TB/s of a copy."""
 
-    def dense(self, g: Geometry, n: int, cold: bool) -> dict[str, Dense]:
+    def dense(self, g: Geometry, n: int, cold: bool) -> dict[DensePrecision, Dense]:
         """Times of cuDNN in fp32, tf32 and fp16."""
 
     def sparse(
@@ -307,10 +307,11 @@ class Run:
             self.dense[key] = []
             self.missing.append(Missing(what=f"cuDNN {case.name} N={case.n}", why=str(error)[:500]))
             return
-        shape = {"case": case.name, "geometry": case.geometry, "n": case.n}
         self.dense[key] = [
             DenseRow(
-                **shape,
+                case=case.name,
+                geometry=case.geometry,
+                n=case.n,
                 precision=precision,
                 layout=dense.layout,
                 us=dense.timing.us,

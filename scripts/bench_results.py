@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from bench_device import DensePrecision
+
 from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import Geometry, Precision
 from sparsedeploy.profile import DensePoint, DeviceProfile, SparsePoint
 from sparsedeploy.record import Document, Record
 from sparsedeploy.roofline import dense_us
-
-Dense = Literal["fp32", "tf32", "fp16"]
 
 
 class Row(Record):
@@ -61,7 +61,7 @@ class DenseRow(Record):
     case: str
     geometry: Geometry
     n: int
-    precision: Dense
+    precision: DensePrecision
     layout: Literal["NCHW", "NHWC"]
     us: float
     spread_us: float
@@ -167,14 +167,14 @@ class Table:
         ]
         return min(found, key=self.us, default=None)
 
-    def dense(self, case: str, n: int, precision: Dense) -> float:
+    def dense(self, case: str, n: int, precision: DensePrecision) -> float:
         """Time of cuDNN; nan where it was not measured."""
         for row in self.results.dense:
             if (row.case, row.n, row.precision) == (case, n, precision):
                 return self.us(row)
         return math.nan
 
-    def ratio(self, case: str, n: int, sparsity: float, precision: Precision | None, against: Dense) -> float:
+    def ratio(self, case: str, n: int, sparsity: float, precision: Precision | None, against: DensePrecision) -> float:
         """How many times faster the best row is than cuDNN."""
         row = self.best(case, n, sparsity, precision)
         return math.nan if row is None else self.dense(case, n, against) / self.us(row)
@@ -187,7 +187,7 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def _mean_row(
-    table: Table, work: str, cases: Iterable[str], n: int, sparsity: float, precision: Precision | None, against: Dense,
+    table: Table, work: str, cases: Iterable[str], n: int, sparsity: float, precision: Precision | None, against: DensePrecision,
     least: float, aim: float,
 ) -> Target:  # fmt: skip
     ratios = {case: table.ratio(case, n, sparsity, precision, against) for case in cases}
@@ -287,7 +287,7 @@ def _layers(results: Results) -> list[str]:
                 f"{bound:.1f} {name}",
                 f"{warm.dense(case, n, against) / row.us:.2f}",  # type: ignore[arg-type]
             ]
-        dense = [warm.dense(case, n, kind) for kind in ("fp32", "tf32", "fp16")]  # type: ignore[arg-type]
+        dense = [warm.dense(case, n, kind) for kind in ("fp32", "tf32", "fp16")]
         cells.append(" / ".join("-" if math.isnan(us) else f"{us:.1f}" for us in dense))
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -89,10 +89,11 @@ def lines(found: Sequence[Point]) -> dict[int, list[Point]]:
     return {oc: line for oc, line in by_oc.items() if len(line) >= LEAST_POINTS}
 
 
-def _colours(count: int) -> list[tuple[float, float, float, float]]:
+def _colours(count: int) -> list[str]:
     from matplotlib import colormaps
+    from matplotlib.colors import to_hex
 
-    return [tuple(colormaps["viridis"](0.9 * k / max(1, count - 1))) for k in range(count)]
+    return [to_hex(colormaps["viridis"](0.9 * k / max(1, count - 1))) for k in range(count)]
 
 
 def _speedups(axes: Axes, by_oc: dict[int, list[Point]]) -> None:
