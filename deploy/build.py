@@ -14,10 +14,11 @@ from sparsedeploy.engine import (
     Backend,
     Build,
     EngineRecord,
+    Made,
     Profile,
-    build_engine,
     compile_plugin,
     describe,
+    make_engine,
     no_engine,
     only_on_device,
 )
@@ -40,6 +41,8 @@ class BuildReport(Document):
     """What `build` made; what `build --json` prints."""
 
     engine: EngineRecord | None = None
+    engine_seconds: float | None = None
+    """What building it took."""
     no_engine: str | None = None
     """Why there is none: the target's engine can only be built on the device."""
     folder: str | None = None
@@ -74,29 +77,51 @@ def build_bundle(out: Path, options: Options) -> BuildReport:
     manifest = read_manifest(out)
     build = replace(options.engine, batch=_batch_range(out, manifest, options.max_batch))
     why = only_on_device(manifest) if build.backend is None else None
-    record, lacking = None, None
+    if why is not None:
+        _refuse_idle(build, manifest, why)
+    made, lacking = None, None
     if why is None:
         try:
-            record = build_engine(out, build)
+            made = make_engine(out, build)
         except MachineError as error:
             lacking = error
     if build.which == "dense" and manifest.sparse_layers and why is None:
         if lacking:
             raise lacking
-        return BuildReport(engine=record)  # one more engine to compare with: the folder is the sparse model's
+        return _with_engine(made, BuildReport())  # one more engine to compare with: the folder is the sparse model's
     build.tell(f"filling {manifest.target}/")
-    made = _folder(out, manifest, build, options.arch, lacking)
+    folder = _folder(out, manifest, build, options.arch, lacking)
     if lacking:
         raise MachineError(f"{lacking} {_can_be_built_there(out, manifest)}") from lacking
-    return BuildReport(
-        engine=record,
+    report = BuildReport(
         no_engine=why,
         folder=manifest.target,
-        files=tuple(path.name for path in made.files),
-        libraries=tuple(f"{manifest.target}/{name}" for name in made.libraries.values()),
+        files=tuple(path.name for path in folder.files),
+        libraries=tuple(f"{manifest.target}/{name}" for name in folder.libraries.values()),
         triton=_triton(out, manifest, build, options.triton),
-        notes=made.notes,
+        notes=folder.notes,
     )
+    return _with_engine(made, report)
+
+
+def _refuse_idle(build: Build, manifest: Manifest, why: str) -> None:
+    """Raise InputError for what would say how an engine is built, where none can be built."""
+    there = {
+        "--embed-plugin": (build.embed_plugin, "EMBED=1 ./build.sh puts the plugin into the engine"),
+        "--dense": (build.which == "dense", "./build.sh dense builds the dense engine"),
+        "--plugin": (build.plugin is not None, "the library beside build.sh is used"),
+        "--log": (build.log is not None, "trtexec prints its own log"),
+    }
+    for flag, (given, instead) in there.items():
+        if given:
+            raise InputError(
+                f"{flag}: no engine is built here: {why}. Leave it out; on the device, in {manifest.target}/, {instead}."
+            )
+
+
+def _with_engine(made: Made | None, report: BuildReport) -> BuildReport:
+    update = {} if made is None else {"engine": made.record, "engine_seconds": made.seconds}
+    return report.model_copy(update=update)
 
 
 def _folder(
@@ -197,7 +222,7 @@ def _libraries(backend: Backend | None, headers: Mapping[int, Path], arch: Arch)
 
 def lines_of(out: Path, report: BuildReport) -> tuple[str, ...]:
     """What to tell a person about a report, one thing a line."""
-    lines = [*_engine_lines(out, report.engine)] if report.engine else []
+    lines = [*_engine_lines(out, report.engine, report.engine_seconds)] if report.engine else []
     if report.no_engine:
         lines.append(f"no engine from here: {report.no_engine}")
     if report.folder is not None:
@@ -209,8 +234,8 @@ def lines_of(out: Path, report: BuildReport) -> tuple[str, ...]:
     return (*lines, *(f"note: {note}" for note in report.notes))
 
 
-def _engine_lines(out: Path, record: EngineRecord) -> tuple[str, ...]:
-    first, *others = describe(record)
+def _engine_lines(out: Path, record: EngineRecord, seconds: float | None) -> tuple[str, ...]:
+    first, *others = describe(record, seconds)
     return (f"{out}/{first}", *others)
 
 
@@ -236,7 +261,7 @@ def add_engine(out: Path, manifest: Manifest, tell: Callable[[str], None]) -> tu
     if why := no_engine(out, manifest):
         return (f"no engine: {why}",)
     try:
-        lines = _engine_lines(out, build_engine(out, Build(tell=tell)))
+        lines = _engine_lines(out, *make_engine(out, Build(tell=tell)))
     except (SparseDeployError, OSError) as error:
         return (f"note: the bundle is complete, its engine could not be built: {' '.join(str(error).split())}",)
     tell(f"filling {manifest.target}/")

@@ -137,22 +137,34 @@ def _publish(temporary: Path, out: Path) -> None:
     Another conversion into the same folder may get there in between: whoever is last stays, and nobody fails.
     """
     for _ in range(_ATTEMPTS):
+        refuse_foreign(out)
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+        if _moved(out, aside / "bundle") and not _is_replaceable(aside / "bundle"):
+            _give_back(aside, out)
+            continue
         try:
-            if _moved(out, aside / "bundle") and not _is_replaceable(aside / "bundle"):
-                os.rename(aside / "bundle", out)
-                refuse_foreign(out)
-            try:
-                os.rename(temporary, out)
-            except OSError as error:
-                _bring_back(aside / "bundle", out)
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            else:
-                return
+            os.rename(temporary, out)
+        except OSError as error:
+            _bring_back(aside / "bundle", out)
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     raise MachineError(f"{out}: other conversions keep writing there. Wait for them, or choose another folder with -o.")
+
+
+def _give_back(aside: Path, out: Path) -> None:
+    """A folder that somebody put at `out` since it was looked at, back to its place. It is never deleted."""
+    try:
+        os.rename(aside / "bundle", out)
+        aside.rmdir()
+    except OSError as error:
+        raise MachineError(
+            f"{out}: another program put a folder there while this conversion ended, and it could not be left in its place "
+            f"({error.strerror}). It lies in {aside / 'bundle'} now: move it where it belongs, and convert again with -o."
+        ) from error
 
 
 def _bring_back(aside: Path, out: Path) -> None:

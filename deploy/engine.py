@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, Manifest, add_to_manifest, read_manifest
 from sparsedeploy.converters.load import load
@@ -72,6 +72,7 @@ __all__ = [
     "EngineRecord",
     "ExecutionContext",
     "LoadedEngine",
+    "Made",
     "Profile",
     "build_engine",
     "check_model",
@@ -79,6 +80,7 @@ __all__ = [
     "describe",
     "load_check",
     "load_engine",
+    "make_engine",
     "no_engine",
     "only_on_device",
 ]
@@ -118,7 +120,20 @@ class Build:
     tell: Callable[[str], None] = lambda stage: None
 
 
+class Made(NamedTuple):
+    """A built engine."""
+
+    record: EngineRecord
+    seconds: float
+    """What parsing and building took; told, not recorded."""
+
+
 def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
+    """`make_engine`, for its record."""
+    return make_engine(bundle, options).record
+
+
+def make_engine(bundle: Path, options: Build | None = None) -> Made:
     """Build the engine of a bundle's target into the bundle, with its record, and enter both in the manifest.
 
     Raises SparseDeployError; the bundle is then as it was before.
@@ -126,6 +141,11 @@ def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
     options = options or Build()
     manifest = read_manifest(bundle)
     which = options.which or ("sparse" if manifest.sparse_layers else "dense")
+    if which == "dense" and (options.embed_plugin or options.plugin):
+        raise InputError(
+            f"{bundle}: the dense model has no sparse layer, so there is no plugin to {'put into its engine' if options.embed_plugin else 'load'}. "
+            "Leave out --embed-plugin and --plugin with --dense (or where nothing was converted)."
+        )
     backend = choose_backend(options.backend, manifest)
     model = bundle / (SPARSE_MODEL if which == "sparse" else DENSE_MODEL)
     options.tell("reading the nodes")
@@ -144,7 +164,7 @@ def build_engine(bundle: Path, options: Build | None = None) -> EngineRecord:
         _check_made(made, backend, plugin if options.embed_plugin else None)
         record = _record(request, answer, manifest, which, plugin)
         _publish(bundle, manifest, record, made, plugin)
-    return record
+    return Made(record, answer.seconds)
 
 
 def check_model(bundle: Path, manifest: Manifest, which: Which) -> tuple[str, ...]:
@@ -221,7 +241,6 @@ def _record(request: Request, answer: Answer, manifest: Manifest, which: Which, 
         plugin=_plugin_file(plugin, request.embed_plugin) if plugin else None,
         model_bytes=sum(path.stat().st_size for path in sources),
         sources={path.name: file_hash(path) for path in sources},
-        build_seconds=answer.seconds,
     )
 
 

@@ -452,7 +452,12 @@ def _layers(trt: Any, log: _Log, plan: Any, logger: Any, request: Request) -> li
 
 def _inspected(entry: dict[str, Any]) -> _Layer:
     def tensors(key: str) -> tuple[str, ...]:
-        return tuple(f"{tensor.get('Dimensions')} {tensor.get('Format/Datatype')}" for tensor in entry.get(key, []))
+        return tuple(f"{tensor.get('Dimensions')} {kind(tensor)}" for tensor in entry.get(key, []))
+
+    def kind(tensor: dict[str, Any]) -> str:
+        if "Format/Datatype" in tensor:
+            return str(tensor["Format/Datatype"])
+        return " ".join(str(tensor[key]) for key in ("DataType", "Format") if key in tensor)  # TensorRT 11 splits it
 
     return _Layer(str(entry.get("Name")), str(entry.get("LayerType")), tensors("Inputs"), tensors("Outputs"))
 

@@ -33,7 +33,11 @@ class PluginFile(Record):
 
 
 class EngineRecord(Document):
-    """The JSON beside an engine: what it is, what it was made from, and what loads it."""
+    """The JSON beside an engine: what it is, what it was made from, and what loads it.
+
+    It holds nothing of the build itself (times, folders): two builds of the same bundle leave the same bytes where the
+    back end does, as TensorRT-RTX does.
+    """
 
     tool: str = "sparsedeploy"
     version: str = __version__
@@ -63,7 +67,6 @@ class EngineRecord(Document):
     model_bytes: int
     sources: dict[str, str]
     """SHA-256 of what it was built from, by file name."""
-    build_seconds: float
 
 
 def engine_name(backend: Backend, sm: int, which: Which) -> str:
@@ -191,13 +194,13 @@ def _check_plugin_of(engine: Path, record: EngineRecord, plugin: Path | None) ->
         )
 
 
-def describe(record: EngineRecord) -> tuple[str, ...]:
-    """What to tell a person about an engine, one sentence a line."""
+def describe(record: EngineRecord, seconds: float | None = None) -> tuple[str, ...]:
+    """What to tell a person about an engine, one sentence a line; `seconds` is what building it took."""
     layers = f"{len(record.plugin_layers)} plugin layers" if record.which == "sparse" else "no plugin layer (dense)"
     lines = [
         f"{record.engine}: {record.engine_bytes / 1e6:.2f} MB, {layers} of {sum(record.layer_types.values())}, "
         f"{record.precision}{', TF32 allowed' if record.tf32 else ''}, built by {TITLES[record.backend]} "
-        f"{record.backend_version} in {record.build_seconds:.1f} s from {record.model_bytes / 1e6:.2f} MB of ONNX"
+        f"{record.backend_version}{'' if seconds is None else f' in {seconds:.1f} s'} from {record.model_bytes / 1e6:.2f} MB of ONNX"
     ]
     if record.profiles:
         lines.append(f"sizes: {describe_profiles(dict(record.profiles))}")

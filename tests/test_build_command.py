@@ -122,6 +122,7 @@ def test_the_report_as_json(out: Path, fake: Callable[[str], None]) -> None:
     report = BuildReport.from_json(result.stdout, "stdout")
     assert result.stdout == report.to_json()
     assert report.engine == EngineRecord.from_json((out / f"{RTX_ENGINE}.json").read_bytes(), "record")
+    assert report.engine_seconds is not None
     assert report.folder == "a100"
     assert report.files == ("model.sparse.onnx", "libsparsedeploy_trt10.so", "build.sh")
     assert report.libraries == ("a100/libsparsedeploy_trt10.so",)
@@ -225,6 +226,8 @@ def test_targets_that_build_their_own(
     assert f"{out}/{target}/: model, plugin, build.sh." in result.stdout
     assert [row[3] for row in asked] == ["aarch64" if sm == 53 else "x86_64"]
     check_hashes(out)
+    for flag in ("--embed-plugin", "--dense"):
+        assert f"{flag}: no engine is built here" in refused(call("build", out, flag), 2)
     assert "does not build for" in refused(call("build", out, "--backend", "tensorrt_rtx"), 3)
 
 
@@ -259,6 +262,8 @@ def test_a_changed_model_is_not_built(out: Path, bare: None) -> None:
         (("--plugin-only", "--tf32"), "--tf32 says how an engine is built"),
         (("--plugin-only", "--max-batch", "4"), "--max-batch says how an engine is built"),
         (("OUT", "--dense", "--triton", "repo"), "--dense with --triton"),
+        (("OUT", "--dense", "--embed-plugin"), "there is no plugin to put into its engine"),
+        (("OUT", "--dense", "--plugin", "mine.so"), "there is no plugin to load"),
         (("OUT", "--arch", "riscv"), "--arch riscv"),
         (("OUT", "--profile", "x=1x2"), "do not fit it"),
         (("OUT", "--profile", "x"), "--profile x: is not understood"),

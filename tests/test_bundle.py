@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from small_models import network, saved
 
+from sparsedeploy import bundle
 from sparsedeploy import convert as convert_module
 from sparsedeploy.bundle import (
     MANIFEST,
@@ -216,6 +217,29 @@ def test_a_folder_that_appears_meanwhile_is_put_back(tmp_path: Path) -> None:
         meanwhile()
     assert names(out) == ["thesis.tex"]
     assert names(tmp_path) == ["out"]
+
+
+def test_a_foreign_folder_that_cannot_go_back_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    (out / "chapters").mkdir(parents=True)
+    (out / "thesis.tex").write_text("years of work")
+    looks = iter([None, None])  # it came after the last look
+    monkeypatch.setattr(bundle, "refuse_foreign", lambda folder: next(looks))
+    moved = bundle._moved
+
+    def taken_again(source: Path, target: Path) -> bool:
+        done = moved(source, target)
+        (out / "somebody else's").mkdir(parents=True)
+        return done
+
+    monkeypatch.setattr(bundle, "_moved", taken_again)
+    with pytest.raises(MachineError, match=r"It lies in (.*) now") as caught, writing(out):
+        pass
+    (aside,) = tmp_path.glob(".out.old.*/bundle")
+    assert str(aside) in str(caught.value)
+    assert names(aside) == ["chapters", "thesis.tex"]
+    assert names(out) == ["somebody else's"]
+    assert len(names(tmp_path)) == 2, "the new bundle is gone, both folders are there"
 
 
 def test_no_place_to_write(tmp_path: Path) -> None:

@@ -207,6 +207,16 @@ def test_tensorrt_without_a_layer_table_is_inspected(
     assert "has 2 plugin layers, the model has 3" in text
 
 
+def test_both_spellings_of_the_inspector() -> None:
+    shape = [1, 16, 8, 8]
+    old = {"Name": "x", "Dimensions": shape, "Format/Datatype": "Row major linear FP32"}
+    new = {"Name": "x", "Dimensions": shape, "DataType": "Float", "Format": "Row major linear FP32 format (kLINEAR)"}
+    for tensor, words in ((old, "Row major linear FP32"), (new, "Float Row major linear FP32 format (kLINEAR)")):
+        layer = engine_build._inspected({"Name": "c1", "LayerType": "PluginV3", "Inputs": [tensor], "Outputs": []})
+        assert layer.inputs == (f"{shape} {words}",)
+        assert layer.is_plugin
+
+
 def test_rtx_without_a_layer_table_is_no_success(out: Path, plugin: Path, fake: Callable[[str], None]) -> None:
     fake("no_table")
     assert "has 0 plugin layers" in refusal(lambda: build_engine(out, Build(plugin=plugin)), CheckFailed)

@@ -156,6 +156,14 @@ def test_the_library_inside_the_engine(small: Path, plugin: Path) -> None:
     assert record.plugin.embedded
 
 
+def test_a_second_build_leaves_the_same_bytes(small: Path, plugin: Path) -> None:
+    build_engine(small, Build(plugin=plugin))
+    first = {path.name: path.read_bytes() for path in small.iterdir()}
+    record = build_engine(small, Build(plugin=plugin))
+    assert {path.name: path.read_bytes() for path in small.iterdir()} == first
+    assert record.engine in first
+
+
 def test_the_header_says_what_the_record_says(small: Path, plugin: Path) -> None:
     record = build_engine(small, Build(plugin=plugin))
     header = (small / record.engine).read_bytes()[:28]
