@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -580,31 +581,56 @@ struct Place {
     void* output;
     void* workspace;
     void* stream;
+    int64_t step;  // bytes from one run's output to the next one's
 };
 /// `runs` times; the number of refusals.
 API int hostEnqueue(int id, int64_t n, Place const* place, int runs) {
     std::vector<PluginTensorDesc> const all = descs(n, true);
+    Plugin* const plugin = plugins.at(static_cast<std::size_t>(id));
+    auto const stream = static_cast<cudaStream_t>(place->stream);
     int failures = 0;
     for (int i = 0; i < runs; ++i) {
-        failures +=
-            enqueue(plugins.at(static_cast<std::size_t>(id)), all.data(), all.data() + tensors.inputs.size(),
-                    place->inputs, &place->output, place->workspace, static_cast<cudaStream_t>(place->stream)) != 0;
+        void* output = static_cast<char*>(place->output) + i * place->step;
+        failures += enqueue(plugin, all.data(), all.data() + tensors.inputs.size(), place->inputs, &output,
+                            place->workspace, stream) != 0;
     }
     return failures;
 }
-/// Several objects at once, one thread each, every one with its own place and the caller's context.
-API int hostThreads(int const* ids, int64_t n, Place const* places, int count, int runs, int (*setContext)(void*),
-                    void* context) {
-    std::vector<std::thread> threads;
+/// `threads` at once, each running its share of the objects in turn; every object has its place, all the caller's context.
+API int hostThreads(int const* ids, int64_t n, Place const* places, int count, int threads, int runs,
+                    int (*setContext)(void*), void* context) {
+    std::vector<std::thread> started;
     std::atomic<int> failures{0};
-    for (int i = 0; i < count; ++i) {
-        threads.emplace_back([=, &failures] {
-            setContext(context);
-            failures += hostEnqueue(ids[i], n, places + i, runs);
+    for (int first = 0; first < threads; ++first) {
+        started.emplace_back([=, &failures] {
+            failures += setContext(context) != 0;
+            for (int run = 0; run < runs; ++run) {
+                for (int i = first; i < count; i += threads) {
+                    Place place = places[i];
+                    place.output = static_cast<char*>(place.output) + run * place.step;
+                    failures += hostEnqueue(ids[i], n, &place, 1);
+                }
+            }
         });
     }
-    for (std::thread& thread : threads) thread.join();
+    for (std::thread& thread : started) thread.join();
     return failures.load();
+}
+/// Nanoseconds of host time per launch of the driver alone (cuLaunchKernelEx), to compare hostNanoseconds with.
+API double driverNanoseconds(int (*launch)(void const*, void*, void**, void**), void const* config, void* function,
+                             void** parameters, int runs) {
+    auto const start = std::chrono::steady_clock::now();
+    int failures = 0;
+    for (int i = 0; i < runs; ++i) failures += launch(config, function, parameters, nullptr) != 0;
+    std::chrono::duration<double, std::nano> const spent = std::chrono::steady_clock::now() - start;
+    return failures ? -1 : spent.count() / runs;
+}
+/// Nanoseconds of host time per enqueue; nothing waits as long as the queue has room.
+API double hostNanoseconds(int id, int64_t n, Place const* place, int runs) {
+    auto const start = std::chrono::steady_clock::now();
+    int const failures = hostEnqueue(id, n, place, runs);
+    std::chrono::duration<double, std::nano> const spent = std::chrono::steady_clock::now() - start;
+    return failures ? -1 : spent.count() / runs;
 }
 
 int main(int, char** arguments) {
