@@ -128,8 +128,11 @@ def _cases(results: Results) -> list[Part]:
     parts: list[Part] = []
     for case in results.cases:
         parts.append(headline(case))
-        rows = table(case)
-        parts += [tuple(tuple(row[i] for i in columns) for row in rows) for columns in CONSOLE]
+        head, *rows = table(case)
+        parts += [
+            ((title, *(head[i] for i in columns)), *((row[0], *(row[i] for i in columns)) for row in rows))
+            for title, columns in CONSOLE
+        ]
         parts += [f"  {text}" for text in remarks(case)]
         parts.append("")
     return parts

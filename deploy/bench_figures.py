@@ -41,8 +41,8 @@ class SweepMark:
 
 
 def format_ms(ms: float) -> str:
-    """Milliseconds to three digits: `0.343`, `4.11`, `152`."""
-    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+    """Milliseconds to three digits: `0.340`, `4.11`, `15.2`, `1,520`."""
+    return f"{ms:,.0f}" if ms >= 99.95 else f"{ms:#.3g}"
 
 
 def latency_svg(case: Case, form: Format, name: str) -> str:
