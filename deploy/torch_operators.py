@@ -327,7 +327,9 @@ def _conv_transpose(call: Call) -> Function:
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
+    """A pooling's attributes, resolved; pads are (before, after) per axis."""
+
     kernel: list[int]
     strides: list[int]
     dilations: list[int]
@@ -335,20 +337,21 @@ class _Window:
     ceil: bool
 
 
-def _window(call: Call) -> _Window:
+def window(call: Call) -> Window:
+    """Read a MaxPool or AveragePool."""
     kernel = list(call.attr("kernel_shape"))
     strides, dilations = list(call.attr("strides", [1] * len(kernel))), list(call.attr("dilations", [1] * len(kernel)))
     pads = window_pads(call, kernel, strides, dilations)
     if call.x().dim() not in (3, 4, 5):
         raise UnsupportedFormError(f"over {call.x().dim() - 2} axes")
-    return _Window(kernel, strides, dilations, pads, bool(call.attr("ceil_mode", 0)))
+    return Window(kernel, strides, dilations, pads, bool(call.attr("ceil_mode", 0)))
 
 
 @_operator("MaxPool")
 def _max_pool(call: Call) -> Function:
     if len(call.node.output) > 1 and call.node.output[1]:
         raise UnsupportedFormError("with indices")
-    w, rank = _window(call), call.x().dim() - 2
+    w, rank = window(call), call.x().dim() - 2
     pool = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[rank - 1]
     fits = all(before == after and 2 * before <= k for (before, after), k in zip(w.pads, w.kernel, strict=True))
     padding = [before for before, _ in w.pads] if fits else [0] * rank
@@ -365,7 +368,7 @@ def _max_pool(call: Call) -> Function:
 
 @_operator("AveragePool")
 def _average_pool(call: Call) -> Function:
-    w, rank, count = _window(call), call.x().dim() - 2, bool(call.attr("count_include_pad", 0))
+    w, rank, count = window(call), call.x().dim() - 2, bool(call.attr("count_include_pad", 0))
     if any(d != 1 for d in w.dilations):
         raise UnsupportedFormError("with dilations")
     pool = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[rank - 1]
@@ -565,7 +568,7 @@ def _gather(call: Call) -> Function:
 
     def run(x: Tensor, index: Tensor) -> Tensor:
         index = torch.where(index < 0, index + size, index).long()
-        return x.index_select(axis, index.reshape(-1)).reshape(*shape[:axis], *index.shape, *shape[axis + 1 :])
+        return x.index_select(axis, index.reshape(-1)).reshape((*shape[:axis], *index.shape, *shape[axis + 1 :]))
 
     return run
 

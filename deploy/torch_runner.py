@@ -34,10 +34,11 @@ from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.converters.shapes import infer_shapes
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.layer import Precision
+from sparsedeploy.max_pool import MaxPool, Pool, max_pool
 from sparsedeploy.plugins import host
 from sparsedeploy.plugins.node import DOMAIN, OP_TYPE, SparseConv
 from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName, unpacked
-from sparsedeploy.torch_operators import IN_PLACE, OPERATORS, VIEWS, Call, ConvForm, build, conv_form
+from sparsedeploy.torch_operators import IN_PLACE, OPERATORS, VIEWS, Call, ConvForm, build, conv_form, window
 
 Layout = Literal["nchw", "nhwc"]
 """How activations lie in memory: NCHW, or channels last."""
@@ -261,7 +262,10 @@ class _Builder:
                 f"{node.op_type} '{node_label(node)}': the torch runner gives only its first output and others are read. Use "
                 "--runner onnxruntime, or a TensorRT engine."
             )
-        self._emit(node_label(node), node.op_type, run, names, outputs if node.op_type == "Split" else outputs[:1])
+        form = node.op_type
+        if form == "MaxPool" and self.layout == "nchw" and inputs[0] is not None and inputs[0].is_cuda:
+            form, run = self.owner.fastest_pool(call, run)
+        self._emit(node_label(node), form, run, names, outputs if node.op_type == "Split" else outputs[:1])
         if node.op_type not in VIEWS:
             self.fresh.update(outputs)
 
@@ -458,6 +462,7 @@ class TorchRunner:
         self._runners: dict[str, host.Runner] = {}
         self._device_constants: dict[int, Tensor] = {}
         self._choices: dict[tuple[Any, ...], str] = {}
+        self._pools: dict[tuple[Any, ...], MaxPool | None] = {}
         self._programs: dict[ShapeKey, Program] = {}
         self.measured: dict[str, float] = {}
         """Microseconds of each choice that was timed, by what it was; for reports."""
@@ -489,7 +494,11 @@ class TorchRunner:
         """Free everything."""
         for runner in self._runners.values():
             runner.close()
+        for pool in self._pools.values():
+            if pool is not None:
+                pool.close()
         self._runners.clear()
+        self._pools.clear()
         self._programs.clear()
         self._device_constants.clear()
 
@@ -598,6 +607,32 @@ class TorchRunner:
             self.measured |= {f"{label}: {name}": us for name, us in times.items()}
         return self._choices[key], forms[self._choices[key]]
 
+    def fastest_pool(self, call: Call, theirs: Callable[..., Tensor]) -> tuple[str, Callable[..., Tensor]]:
+        """A MaxPool of PyTorch or ours, whichever is faster here."""
+        x, w = call.x(), window(call)
+        out = theirs(x)
+        if x.dim() != 4 or x.dtype not in _PRECISIONS or out.numel() >= 2**31:
+            return "MaxPool", theirs
+        pool = Pool(
+            input=(x.shape[2], x.shape[3]),
+            output=(out.shape[2], out.shape[3]),
+            kernel=(w.kernel[0], w.kernel[1]),
+            strides=(w.strides[0], w.strides[1]),
+            pads=(w.pads[0][0], w.pads[1][0]),
+            dilations=(w.dilations[0], w.dilations[1]),
+        )
+        key = (pool, tuple(x.shape), x.dtype)
+        if key not in self._pools:
+            made = max_pool(pool, _PRECISIONS[x.dtype], x.device.index or 0)
+            ours = None if made is None else _ours(made, tuple(out.shape))
+            faster = ours is not None and graph_us(lambda: ours(x), calls=4) < graph_us(lambda: theirs(x), calls=4)
+            if made is not None and not faster:
+                made.close()
+                made = None
+            self._pools[key] = made
+        chosen = self._pools[key]
+        return ("MaxPool", theirs) if chosen is None else ("MaxPool, ours", _ours(chosen, tuple(out.shape)))
+
     def _time_form(self, name: str, run: Callable[..., Tensor], operands: Operands, layout: Layout) -> float:
         x, weight, bias, residual = operands
         if layout == "nhwc" or name.startswith("nhwc"):
@@ -654,6 +689,16 @@ def _check_operators(model: Model) -> None:
             f"{model.path.name}: the torch runner has no {shown}{' and more' if len(missing) > 6 else ''}. Use --runner "
             "onnxruntime, or a TensorRT engine."
         )
+
+
+def _ours(pool: MaxPool, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    def run(x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
+        pool.launch(x.data_ptr(), y.data_ptr(), shape[0] * shape[1], torch.cuda.current_stream(x.device).cuda_stream)
+        return y
+
+    return run
 
 
 _T = TypeVar("_T")

@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("build",),
     ("convert", "pruning"),
     ("reverify",),
-    ("cuda_stream",),
+    ("cuda_stream", "max_pool"),
     ("torch_operators",),
     ("runtime", "torch_runner", "onnxruntime_runner", "engine_runner"),
     ("images",),
