@@ -5,6 +5,7 @@
     python scripts/bench_kernels.py summary FILE.json           the table against the targets (no GPU)
     python scripts/bench_kernels.py profile FILE.json --out P   its cold times as a device profile for --profile (no GPU)
 
+The paper's own kernel (scripts/lab/paper_packed.cu, row lab/paper) is measured beside ours on the paper's layers.
 Cases, in order of importance: `targets` (all that the table of targets needs), `paper` (the paper's grid), `resnet`
 (ResNet-50's 3x3 at every batch and sparsity), `pointwise` (its 1x1), `real` (trained filters, with --filters), `escoin`,
 `im2win`, `mobilenet`, and `small` for a trial. Lists given by --also come after those of --cases, with one configuration
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_device import Checked, Dense, DensePrecision, Gpu, Timing, WrongResultError, sums_of
-from bench_results import DenseRow, Missing, Results, Row, read, summary, to_profile, to_text
+from bench_results import LAB_PAPER, DenseRow, Missing, Results, Row, read, summary, to_profile, to_text
 
 from sparsedeploy.devices import Device, find
 from sparsedeploy.errors import InputError, MachineError, SparseDeployError
@@ -134,6 +135,8 @@ def jobs(
             several = kernel != "baked" or nnz * (1 - case.sparsity) <= SECOND_BEST_NNZ
             for precision in precisions:
                 made += [Job(case, kernel, precision, rank) for rank in range(top if several else 1)]
+        if case.name.startswith("paper/") and "fp32" in precisions:
+            made.insert(0, Job(case, LAB_PAPER, "fp32", 0))
         yield case, made
 
 
@@ -171,6 +174,8 @@ class Made:
 
 def make(job: Job) -> Made:
     """Build a job's node with a cubin alone; `why` says why there is none."""
+    if job.kernel == LAB_PAPER:
+        return _paper(job)
     device, layer, kernel = find(DEVICE), layer_of(job.case), kernel_named(job.kernel)
     reason = kernel.supports(layer, device, job.precision)
     if reason is not None:
@@ -193,6 +198,20 @@ def make(job: Job) -> Made:
         node, config, prediction.us, time.perf_counter() - started, max((u.registers for u in usage), default=0),
         sum(u.spill_bytes for u in usage),
     )  # fmt: skip
+
+
+def _paper(job: Job) -> Made:
+    """Algorithm 1 of the paper as it stands, for comparison."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "lab"))
+    from bench_direct import paper_work
+
+    started = time.perf_counter()
+    node = paper_work(job.case.geometry, weight_of(job.case), job.case.sparsity, job.case.n).node
+    (image,) = node.images
+    assembled = assemble(image.data, image.arch)
+    (usage,) = assembled.usage.values()
+    node = replace(node, images=(replace(image, kind="cubin", data=assembled.cubin),))
+    return Made(node, {}, 0.0, time.perf_counter() - started, usage.registers, usage.spill_bytes)
 
 
 def straight_code() -> bytes:

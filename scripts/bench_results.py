@@ -139,6 +139,8 @@ class Target(NamedTuple):
         return "missed"
 
 
+LAB_PAPER = "lab/paper"
+"""The kernel of a row that measures the published Algorithm 1: a baseline, never counted as ours."""
 RESNET = ("resnet50_3x3/64@56", "resnet50_3x3/128@28", "resnet50_3x3/256@14", "resnet50_3x3/512@7")
 REAL = (("64@56", 3.8, 3.0), ("128@28", 5.0, 3.6), ("256@14", 5.5, 4.0))
 
@@ -163,6 +165,7 @@ class Table:
             if (row.case, row.n) == (case, n)
             and abs(row.sparsity - sparsity) < 1e-6
             and precision in (None, row.precision)
+            and row.kernel != LAB_PAPER
             and not math.isnan(self.us(row))
         ]
         return min(found, key=self.us, default=None)
@@ -305,6 +308,8 @@ def regret(results: Results) -> tuple[float, int]:
     """Time of the kernel predicted fastest over that of the fastest measured, geometric mean over layers, and their number."""
     by_layer: dict[tuple[str, float, int, str], list[Row]] = {}
     for row in results.rows:
+        if row.kernel == LAB_PAPER:
+            continue
         by_layer.setdefault((row.case, row.sparsity, row.n, row.precision), []).append(row)
     ratios = [
         min(rows, key=lambda row: row.predicted_us).us / min(row.us for row in rows) for rows in by_layer.values()
@@ -315,7 +320,7 @@ def regret(results: Results) -> tuple[float, int]:
 def predictions(results: Results) -> list[str]:
     """Predicted against measured, by kernel and precision, as Markdown."""
     lines = ["| kernel | mean abs log | measured / predicted | rows |", "|---|---|---|---|"]
-    for kernel, precision in sorted({(row.kernel, row.precision) for row in results.rows}):
+    for kernel, precision in sorted({(row.kernel, row.precision) for row in results.rows if row.kernel != LAB_PAPER}):
         error, bias, count = prediction_error(
             row for row in results.rows if (row.kernel, row.precision, row.rank) == (kernel, precision, 0)
         )
@@ -347,7 +352,7 @@ def to_profile(results: Results, device: Device) -> DeviceProfile:
             config=row.config, us=row.cold_us, spread_us=row.spread_us, predicted_us=row.predicted_us,
         )
         for row in results.rows
-        if row.cold_us is not None
+        if row.cold_us is not None and row.kernel != LAB_PAPER
     )  # fmt: skip
     if not dense and not sparse:
         raise InputError(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from bench_device import Checked, Dense, Timing, WrongResultError
-from bench_results import DenseRow, Missing, Results, Row
+from bench_results import LAB_PAPER, DenseRow, Missing, Results, Row
 
 from sparsedeploy.layer import Geometry, Precision
 from sparsedeploy.models.shapes import work
@@ -97,6 +97,6 @@ def paper_results(precision: Precision = "fp32") -> Results:
         dense += dense_rows(f"paper/{entry.name}", g, n, {"fp32": g.macs * n / 3e7, "tf32": 1.0, "fp16": 1.0})
         for sparsity in entry.sparsities:
             us = g.macs * n * (1 - sparsity) / 2e7 + n * (g.ic + g.oc) * g.h * g.w / 1e6
-            for kernel, factor in (("baked", 1.0), ("packed", 3.0)):
+            for kernel, factor in (("baked", 1.0), ("packed", 3.0), (LAB_PAPER, 8.0)):
                 rows.append(row(f"paper/{entry.name}", g, n, sparsity, us * factor, kernel=kernel, precision=precision))
     return results(rows, dense)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import bench_kernels
 import numpy as np
 import pytest
 from bench_kernels import Case, Job, Run, bounds_of, cases, jobs, make, run, weight_of
-from bench_results import read
+from bench_results import LAB_PAPER, read
 from bench_samples import DENSE_US, StandIn
 from conftest import SHARED
 
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError
 from sparsedeploy.models.shapes import work
+from sparsedeploy.plugins import kernel_named
 
 ALL = ["baked", "packed", "csr"]
 
@@ -158,6 +160,19 @@ def test_bounds_are_counted_from_the_layer() -> None:
     assert half["fma"] == pytest.approx(bounds["fma"] / 2, rel=1e-3)
 
 
+def test_the_paper_kernel_is_built_as_published_on_its_layers() -> None:
+    ((_, made),) = jobs(cases(["resnet"])[:1], ALL, ("fp32",), 1)
+    assert LAB_PAPER not in {job.kernel for job in made}
+    paper = [case for case in cases(["paper"]) if case.geometry.oc == 40 and case.sparsity == 0.9]
+    ((_, made),) = jobs(paper, ALL, ("fp32",), 1)
+    assert [job.kernel for job in made] == [LAB_PAPER, "packed", "csr", "baked"]
+    built = make(made[0])
+    assert built.node is not None
+    assert [op.entry for op in built.node.plan[0].ops] == ["paper"]
+    weight, _ = kernel_named("packed").unpack(replace(built.node, plan=(), images=()))
+    assert np.array_equal(weight, weight_of(paper[0]))
+
+
 def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         sys, "argv", ["bench_kernels.py", "list", "--cases", "small", "--also", "paper", "--only", "N="]
@@ -166,7 +181,7 @@ def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "small/plain 0.9 N=2: 12 rows"
     assert len(lines) == 3 + 45
-    assert lines[-1].endswith(": 4 rows")
+    assert lines[-1].endswith(": 5 rows")
 
 
 def test_nothing_to_measure_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
