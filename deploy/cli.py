@@ -210,6 +210,14 @@ def convert(
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="Convert although the target's TensorRT lacks operators.")
     ] = False,
+    assemble: Annotated[
+        bool | None,
+        typer.Option(
+            "--assemble/--no-assemble",
+            help="Ship machine code besides PTX, or leave assembling to the device's driver.",
+            show_default="assembled, but for the Jetson Nano",
+        ),
+    ] = None,
     no_engine: NoEngine = False,
     as_json: Json = False,
 ) -> None:
@@ -244,6 +252,7 @@ def convert(
                 inputs=inputs,
                 seed=seed,
                 keep_going=keep_going,
+                assemble=device.sm != 53 if assemble is None else assemble,
                 tell=tell,
             )
         )

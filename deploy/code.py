@@ -1,6 +1,7 @@
 """Proof that the code of a node computes its layer: the shipped PTX is interpreted on the CPU and compared with float64.
 
-Not a copy of the code, not its source: the text that the driver will assemble. The reference is the dense convolution by
+Not a copy of the code, not its source: the text that the driver will assemble, or that was assembled already: a cubin
+counts as verified when ptxas makes exactly its bytes of the text beside it. The reference is the dense convolution by
 the weights read back from the node, which verify compares with the model's. Some thread blocks are run, the first and
 the last among them, so that image borders, the last partial tile and the epilogue are part of it.
 """
@@ -10,12 +11,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from sparsedeploy.errors import MachineError
+from sparsedeploy.layer import Precision
 from sparsedeploy.plugins import kernel_named
+from sparsedeploy.plugins.assemble import AssembleError, reproduces, tool_version
 from sparsedeploy.plugins.baked.interpret import InterpretError, run_plan
 from sparsedeploy.plugins.epilogue import apply
 from sparsedeploy.plugins.kernel import Floats
 from sparsedeploy.plugins.launch import Launch, choose
-from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.plugins.node import Image, SparseConv
 from sparsedeploy.plugins.reference import conv2d
 from sparsedeploy.record import Record
 
@@ -37,6 +41,42 @@ class CodeCheck(Record):
     """Largest error as a share of what rounding may cost that element; above 1 fails."""
     passed: bool
     problem: str = ""
+
+
+class CubinCheck(Record):
+    """One cubin against the PTX that lies beside it in its node."""
+
+    layer: str
+    arch: int
+    dtype: Precision
+    compiler: str
+    """The ptxas that was asked, as in `ptxas V12.9.86`; "" where there is none."""
+    passed: bool
+    """Whether it made exactly these bytes."""
+    checked: bool = True
+    """False where no ptxas was there to ask: nothing is known then, good or bad."""
+    problem: str = ""
+
+
+def check_cubins(node: SparseConv, again: bool = True) -> tuple[CubinCheck, ...]:
+    """Assemble the PTX beside each cubin of a node and compare bytes; with `again` past the cache."""
+    return tuple(_check_cubin(node, image, again) for image in node.images if image.kind == "cubin")
+
+
+def _check_cubin(node: SparseConv, cubin: Image, again: bool) -> CubinCheck:
+    base = CubinCheck(layer=node.layer, arch=cubin.arch, dtype=cubin.dtype, compiler="", passed=False)
+    texts = [i for i in node.images if (i.kind, i.arch, i.dtype) == ("ptx", cubin.arch, cubin.dtype)]
+    if len(texts) != 1:
+        return base.model_copy(update={"problem": f"{len(texts)} PTX images lie beside it, needed one"})
+    try:
+        compiler = tool_version()
+        same = reproduces(texts[0].data, cubin.arch, cubin.data, again=again)
+    except AssembleError as error:
+        return base.model_copy(update={"problem": " ".join(str(error).split())})
+    except MachineError as error:
+        return base.model_copy(update={"problem": str(error), "checked": False})
+    problem = "" if same else f"{compiler} makes other bytes of the PTX beside it"
+    return base.model_copy(update={"compiler": compiler, "passed": same, "problem": problem})
 
 
 def check_code(node: SparseConv, blocks: int = BLOCKS, seed: int = 0) -> CodeCheck:

@@ -21,7 +21,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from sparsedeploy.code import CodeCheck, check_code
+from sparsedeploy.code import CodeCheck, CubinCheck, check_code, check_cubins
 from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.precision import with_every_rounding
@@ -119,6 +119,8 @@ class Verification(Document):
     comparisons: tuple[Comparison, ...]
     code: tuple[CodeCheck, ...] = ()
     """The nodes' own code, interpreted; empty where they carry none."""
+    cubins: tuple[CubinCheck, ...] = ()
+    """What was assembled of that code; empty where nothing was."""
     first_diverging_layer: str | None = None
     note: str = ""
 
@@ -126,7 +128,13 @@ class Verification(Document):
     def passed(self) -> bool:
         """Whether all weights, outputs and code are within tolerance."""
         groups: tuple[Iterable[WeightCheck | CodeCheck | Comparison], ...] = (self.weights, self.code, self.comparisons)
-        return all(check.passed for group in groups for check in group)
+        assembled = all(check.passed for check in self.cubins if check.checked)
+        return assembled and all(check.passed for group in groups for check in group)
+
+    @property
+    def code_proven(self) -> bool:
+        """Whether there is code, it computes its layers, and every cubin is what ptxas makes of it."""
+        return bool(self.code) and all(check.passed for check in (*self.code, *self.cubins))
 
     @property
     def against_original(self) -> bool:
@@ -192,10 +200,13 @@ def _same_bias(got: Floats | None, bias: Floats | None, exact: bool) -> bool:
     )
 
 
-def verify(subject: Subject, feeds: Feeds, feeds_name: str, code: bool = True) -> Verification:
+def verify(
+    subject: Subject, feeds: Feeds, feeds_name: str, code: bool = True, assemble_again: bool = True
+) -> Verification:
     """Weights of every node, its code, then the dense and the sparse model against the original.
 
-    Raises nothing on a mismatch. Without `code` no code is interpreted: it does not depend on the inputs.
+    Raises nothing on a mismatch. Without `code` no code is interpreted: it does not depend on the inputs. Cubins are
+    assembled again, unless who calls has just had them made: then the assembler's cache answers.
     """
     layers = read_nodes(subject.sparse)
     nodes = list(layers.values())
@@ -204,12 +215,13 @@ def verify(subject: Subject, feeds: Feeds, feeds_name: str, code: bool = True) -
     )
     readable = all(check.passed or check.max_rel < float("inf") for check in weights)
     interpreted = tuple(check_code(node) for node in nodes if node.executable) if readable and code else ()
+    cubins = tuple(check for node in nodes for check in check_cubins(node, assemble_again)) if code else ()
     with tempfile.TemporaryDirectory(prefix="sparsedeploy-") as folder:
         try:
             reference = run_file(subject.original, feeds)
         except RuntimeError as error:
             found = _without_runtime(subject, nodes if readable else [], weights, Path(folder), feeds, str(error))
-            return found.model_copy(update={"code": interpreted})
+            return found.model_copy(update={"code": interpreted, "cubins": cubins})
         name, bounded = f"{_ORIGINAL}{subject.original.name}", range_one(subject.sparse)
         try:
             dense = compare(reference, run_file(subject.dense_file, feeds), subject.tolerance, bounded)
@@ -232,6 +244,7 @@ def verify(subject: Subject, feeds: Feeds, feeds_name: str, code: bool = True) -
         weights=weights,
         comparisons=tuple(comparisons),
         code=interpreted,
+        cubins=cubins,
         first_diverging_layer=diverging,
         note=note,
     )
@@ -597,6 +610,13 @@ def require(verification: Verification) -> None:
                 f"verify: layer {found.layer}: its code for sm_{found.arch}, interpreted, does not compute the layer "
                 f"({what}). Do not use this bundle: leave the layer dense with --layer '{found.layer}=dense' and report "
                 "this model."
+            )
+    for cubin in verification.cubins:
+        if cubin.checked and not cubin.passed:
+            raise CheckFailed(
+                f"verify: layer {cubin.layer}: its machine code for sm_{cubin.arch} {cubin.dtype} is not that of its PTX "
+                f"({cubin.problem}). Do not use this bundle: convert again, with the compiler that sparsedeploy pins, or "
+                "with --no-assemble."
             )
     for entry in verification.comparisons:
         for output in entry.outputs:

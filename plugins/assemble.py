@@ -31,7 +31,6 @@ NVRTC_WHEEL = "nvidia-cuda-nvrtc-cu12"
 PINNED = "12.9.86"
 """The last line of both that knows sm_53; pyproject pins the same."""
 CACHE_VARIABLE = "SPARSEDEPLOY_CACHE"
-_SIDE_BY_SIDE = 4
 _CACHE_FORMAT = 2
 """Raised whenever this module makes something else of the same input."""
 
@@ -198,9 +197,7 @@ def _run_ptxas(ptx: bytes, flags: Sequence[str]) -> tuple[bytes, str]:
     # Fixed names in a folder of its own: no path can reach the cubin's bytes.
     with tempfile.TemporaryDirectory(prefix="sparsedeploy-") as folder:
         Path(folder, "kernel.ptx").write_bytes(ptx)
-        # Entries are compiled side by side, to the same bytes whatever the number of threads; it costs memory.
-        threads = [f"-split-compile={min(_SIDE_BY_SIDE, os.cpu_count() or 1)}"] if ptx.count(b".entry") > 1 else []
-        command = [str(ptxas_path()), *flags, *threads, "kernel.ptx", "-o", "kernel.cubin"]
+        command = [str(ptxas_path()), *flags, "kernel.ptx", "-o", "kernel.cubin"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         log = result.stdout + result.stderr
         if result.returncode != 0:
@@ -234,20 +231,26 @@ def read_usage(log: str) -> dict[str, Usage]:
 
 
 def compile_cuda(
-    source: str, arch: int, options: Sequence[str] = (), kind: Literal["ptx", "cubin"] = "ptx", name: str = "kernel.cu"
+    source: str,
+    arch: int,
+    options: Sequence[str] = (),
+    kind: Literal["ptx", "cubin"] = "ptx",
+    name: str = "kernel.cu",
+    isa: str | None = None,
 ) -> Compiled:
     """Compile CUDA C++ for compute capability `arch`/10: PTX by NVRTC, and for "cubin" ptxas after it.
 
-    The PTX declares the oldest ISA version that knows the architecture (`ptx_version`). NVRTC writes its own, newest
-    one; that the older label is enough is proved by assembling it. Raises AssembleError, MachineError.
+    The PTX declares `isa`, by default the oldest ISA version that knows the architecture (`ptx_version`). NVRTC writes
+    its own, newest one; that the older label is enough is proved by assembling it. Raises AssembleError, MachineError.
     """
+    isa = isa or ptx_version(arch)
     flags = [f"--gpu-architecture=compute_{arch}", "--std=c++17", *options]
-    key = _key("ptx", nvrtc_version(), [*flags, name, ptx_version(arch)], source.encode())
+    key = _key("ptx", nvrtc_version(), [*flags, name, isa], source.encode())
     entry = _read_entry(key)
     if entry is None:
         started = time.perf_counter()
         ptx, log = _run_nvrtc(source, name, flags)
-        ptx = relabel(ptx, ptx_version(arch))
+        ptx = relabel(ptx, isa)
         entry = _write_entry(key, ptx, time.perf_counter() - started, log)
     ptx, seconds, log = entry
     assembled = assemble(ptx, arch)

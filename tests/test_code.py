@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
+from onnx import numpy_helper
 from small_models import one_conv, saved, sparse_weight
+from typer.testing import CliRunner
 
-from sparsedeploy.bundle import SPARSE_MODEL, read_manifest
-from sparsedeploy.code import check_code
+from sparsedeploy import code
+from sparsedeploy.bundle import MANIFEST, SPARSE_MODEL, VERIFY, hashes, read_manifest
+from sparsedeploy.cli import app
+from sparsedeploy.code import check_code, check_cubins
 from sparsedeploy.convert import Conversion, Request, convert, verdict
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import find
-from sparsedeploy.errors import CheckFailed
+from sparsedeploy.errors import CheckFailed, MachineError
 from sparsedeploy.layer import Precision
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.verify import require
@@ -80,3 +87,85 @@ def test_a_wrong_launch_plan_is_found(tmp_path: Path) -> None:
     check = check_code(replace(node, plan=(replace(variant, ops=(short, *rest)), *others)))
     assert not check.passed
     assert "not written" in check.problem
+
+
+def assembled(tmp_path: Path, *more: str, target: str = "a100") -> tuple[Path, SparseConv]:
+    """A bundle made on the command line, of one layer run by baked code, and its node."""
+    path = saved(one_conv(sparse_weight((16, 8, 3, 3), 0.8), (12, 13), pads=[1] * 4), tmp_path)
+    out = tmp_path / "out"
+    words = ["convert", str(path), "-t", target, "-o", str(out), "--layer", "*=baked", "--no-engine", *more]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    (node,) = read_nodes(load(out / SPARSE_MODEL)).values()
+    return out, node
+
+
+def test_convert_ships_machine_code_and_verify_assembles_it_again(tmp_path: Path) -> None:
+    out, node = assembled(tmp_path)
+    assert [image.kind for image in node.images] == ["ptx", "cubin"]
+    recorded = json.loads((out / VERIFY).read_text())["cubins"]
+    assert [(entry["passed"], entry["compiler"].startswith("ptxas V12.9")) for entry in recorded] == [(True, True)]
+    result = CliRunner().invoke(app, ["verify", str(out)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(("target", "more"), [("a100", ["--no-assemble"]), ("jetson-nano", [])])
+def test_no_machine_code_where_it_is_not_wanted(target: str, more: list[str], tmp_path: Path) -> None:
+    _, node = assembled(tmp_path, *more, target=target)
+    assert [image.kind for image in node.images] == ["ptx"]
+
+
+def test_the_nanos_machine_code_is_made_on_request(tmp_path: Path) -> None:
+    _, node = assembled(tmp_path, "--assemble", target="jetson-nano")
+    assert [(image.arch, image.kind) for image in node.images] == [(53, "ptx"), (53, "cubin")]
+
+
+def test_a_tampered_cubin_fails(tmp_path: Path) -> None:
+    """One bit of it, with the node's table of images and the manifest's hashes made to fit."""
+    out, node = assembled(tmp_path)
+    ptx, cubin = node.images
+    data = bytearray(cubin.data)
+    data[len(data) // 2] ^= 1
+    changed = replace(node, images=(ptx, replace(cubin, data=bytes(data))))
+    (check,) = check_cubins(changed)
+    assert not check.passed
+    assert "makes other bytes" in check.problem
+    model = onnx.load(out / SPARSE_MODEL)
+    old, new = node.fields(), changed.fields()
+    (sparse,) = (n for n in model.graph.node if n.op_type == "SparseConv2d")
+    for attribute in sparse.attribute:
+        if attribute.name in ("images", "image_table"):
+            assert not np.array_equal(old[attribute.name], new[attribute.name])
+            attribute.CopyFrom(onnx.helper.make_attribute(attribute.name, attribute_value(new[attribute.name])))
+    onnx.save(model, out / SPARSE_MODEL)
+    manifest = json.loads((out / MANIFEST).read_text())
+    (out / MANIFEST).write_text(json.dumps({**manifest, "files": hashes(out)}))
+    result = CliRunner().invoke(app, ["verify", str(out)])
+    assert result.exit_code == 1
+    assert "its machine code for sm_80 fp32 is not that of its PTX" in " ".join(result.output.split())
+
+
+def attribute_value(value: object) -> object:
+    return numpy_helper.from_array(value) if isinstance(value, np.ndarray) else list(value)  # type: ignore[call-overload]
+
+
+def test_without_a_compiler_a_cubin_is_neither_proven_nor_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, node = converted(tmp_path, "baked")
+    (ptx,) = node.images
+    made = replace(node, images=(ptx, replace(ptx, kind="cubin", data=b"whatever")))
+
+    def missing() -> str:
+        raise MachineError("no ptxas here")
+
+    monkeypatch.setattr(code, "tool_version", missing)
+    (check,) = check_cubins(made)
+    assert not check.passed
+    assert not check.checked
+    result = done.verification.model_copy(update={"cubins": (check,)})
+    assert result.passed
+    assert not result.code_proven
+    require(result)
+    (alone,) = check_cubins(replace(made, images=made.images[1:]))
+    assert "0 PTX images lie beside it" in alone.problem
