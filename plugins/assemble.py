@@ -31,6 +31,7 @@ NVRTC_WHEEL = "nvidia-cuda-nvrtc-cu12"
 PINNED = "12.9.86"
 """The last line of both that knows sm_53; pyproject pins the same."""
 CACHE_VARIABLE = "SPARSEDEPLOY_CACHE"
+_SIDE_BY_SIDE = 4
 _CACHE_FORMAT = 2
 """Raised whenever this module makes something else of the same input."""
 
@@ -188,8 +189,10 @@ def assemble_many(jobs: Sequence[tuple[bytes, int]], workers: int | None = None)
     return [done[job] for job in jobs]
 
 
-def reproduces(ptx: bytes, arch: int, cubin: bytes, options: Sequence[str] = ()) -> bool:
-    """Whether ptxas, run now and past the cache, turns this PTX into exactly these bytes."""
+def reproduces(ptx: bytes, arch: int, cubin: bytes, options: Sequence[str] = (), again: bool = True) -> bool:
+    """Whether ptxas turns this PTX into exactly these bytes: run now, past the cache; not `again`, as the cache knows."""
+    if not again:
+        return assemble(ptx, arch, options).cubin == cubin
     return _run_ptxas(ptx, [f"-arch=sm_{arch}", "-v", *options])[0] == cubin
 
 
@@ -197,7 +200,9 @@ def _run_ptxas(ptx: bytes, flags: Sequence[str]) -> tuple[bytes, str]:
     # Fixed names in a folder of its own: no path can reach the cubin's bytes.
     with tempfile.TemporaryDirectory(prefix="sparsedeploy-") as folder:
         Path(folder, "kernel.ptx").write_bytes(ptx)
-        command = [str(ptxas_path()), *flags, "kernel.ptx", "-o", "kernel.cubin"]
+        # Entries are compiled side by side, to the same bytes whatever the number of threads; it costs memory.
+        threads = [f"-split-compile={min(_SIDE_BY_SIDE, os.cpu_count() or 1)}"] if ptx.count(b".entry") > 1 else []
+        command = [str(ptxas_path()), *flags, *threads, "kernel.ptx", "-o", "kernel.cubin"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         log = result.stdout + result.stderr
         if result.returncode != 0:
