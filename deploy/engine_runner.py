@@ -103,10 +103,10 @@ class EngineSession:
     ) -> None:
         self.graph = graph
         self._cuda, self._captured = gpu, 0
-        gpu.activate()
-        self._context = loaded.context()
         self._pinned: dict[str, NDArray[Any]] = {}
         self._buffers: dict[str, DeviceBuffer] = {}
+        gpu.activate()
+        self._context = loaded.context()
         self._stream = gpu.stream()
         try:
             made = self._context.set_shapes({name: tuple(shape) for name, shape in shapes.items()})

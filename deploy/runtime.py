@@ -123,15 +123,18 @@ def load(
         return _load_engine(path, arithmetic)
     if runner is not None:
         return _load_named(model, runner, chosen, device)
-    skipped = []
+    skipped: list[tuple[RunnerName, SparseDeployError]] = []
     for name in RUNNERS if first_gpu() is not None and device != "cpu" else ("onnxruntime",):
         if name != "onnxruntime" and not _is_there(name, model):
             continue
         try:
             return _load_named(model, name, chosen, device)
         except SparseDeployError as error:
-            skipped.append(f"{name}: {error}")
-    raise MachineError(f"{path}: no library on this machine runs it. {' '.join(skipped)}")
+            skipped.append((name, error))
+    if len(skipped) == 1:
+        raise skipped[0][1]
+    reasons = " ".join(f"{name}: {error}" for name, error in skipped)
+    raise MachineError(f"{path}: no library on this machine runs it. {reasons}")
 
 
 def unpacked(model: Model, nodes: Mapping[str, SparseConv]) -> Model:
