@@ -19,6 +19,8 @@ _OPEN = 128
 _BUDGET = 4_000_000
 """Words that a layer's search may look at after its first filling, about 20 ms: for swaps, then for other fillings of
 small layers. A count, not a clock: a scan gives the same everywhere."""
+_SMALL = 128
+"""Channels up to which a filling that came out far from 2:4 is tried another way: it is chance there."""
 _STEP = 5_000
 """What a step costs besides its words, in words: small layers are bound by it."""
 _SIDEWAYS = 20
@@ -56,6 +58,8 @@ def find_order(nonzero: NDArray[np.uint8]) -> Longs | None:
             done, left = _swap(bits, groups, left)
             if done:
                 return groups.reshape(-1)
+        elif len(bits) > _SMALL:
+            return None
         left -= bits.size * min(len(bits) // 4, _OPEN) + _STEP * len(bits)
         attempt += 1
         # Mostly the fullest first, and every time some other way.
@@ -91,24 +95,25 @@ def _fill(bits: Words, order: Longs) -> Longs | None:
     """
     channels, words = bits.shape
     count = channels // 4
-    once, twice = np.zeros((count, words), np.uint64), np.zeros((count, words), np.uint64)
+    taken = np.zeros((2, count, words), np.uint64)  # rows where a group has one nonzero or more, two or more
     groups, sizes = np.zeros((count, 4), np.int64), np.zeros(count, np.int64)
-    left, broken = count, 0
+    left, broken, weigh = count, 0, 64 * words + 1
     for channel in order:
-        row, among = bits[channel], min(left, _OPEN)
-        thirds = _count(twice[:among] & row)
-        chosen = int((thirds * (64 * words + 1) + _count(once[:among] & row)).argmin())
-        broken += int(thirds[chosen])
+        row = bits[channel]
+        once, twice = _count(taken[:, : min(left, _OPEN)] & row)
+        chosen = int((twice * weigh + once).argmin())
+        broken += int(twice[chosen])
         if broken > max(16, count // 2):
             return None
-        twice[chosen] |= once[chosen] & row
-        once[chosen] |= row
+        ones, twos = taken[:, chosen]
+        twos |= ones & row
+        ones |= row
         groups[chosen, sizes[chosen]] = channel
         sizes[chosen] += 1
-        if sizes[chosen] == 4:  # full groups go behind the open ones
+        if sizes[chosen] == 4:  # full groups go behind the open ones, and are not looked at again
             left -= 1
-            for array in (once, twice, groups, sizes):
-                array[[chosen, left]] = array[[left, chosen]]
+            taken[:, chosen], sizes[chosen] = taken[:, left], sizes[left]
+            groups[[chosen, left]] = groups[[left, chosen]]
     return groups
 
 
