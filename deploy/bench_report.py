@@ -23,7 +23,7 @@ CONSOLE = (("GPU Compute Time, ms", (1, 2, 3, 4, 5, 6, 7, 8, 16)), ("medians, ms
 """Heads and columns of the two tables that a console has room for."""
 WORDS = (
     "As in trtexec: GPU Compute Time is the inference alone; Enqueue Time until the host is free again; H2D and D2H Latency the "
-    "copies of inputs and outputs; Latency all of it, from host to host (here by the host's clock, pinned memory). Its "
+    "copies of inputs and outputs; Latency all of it, from host to host (here by the host's clock). Its "
     "'mean GPU Compute Time' is the column mean. Milliseconds, medians where nothing else is said."
 )
 MOST_LAYERS = 40
@@ -201,10 +201,11 @@ def facts(results: Results) -> list[tuple[str, str]]:
     machine, settings = results.machine, results.settings
     driver = f", driver {machine.driver}" if machine.driver else ""
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
-    kernels = ", ".join(f"{count} {name}" for name, count in results.kernels.items())
+    counts = ", ".join(f"{count} {name}" for name, count in results.kernels.items())
+    kernels = f", sparse layers: {counts}" if counts else ""
     return [
         ("GPU", f"{machine.gpu} (sm_{machine.sm}, {machine.sm_count} SMs){driver}"),
-        ("Model", f"{results.model}, hash {results.model_hash[:12]}, {results.precision}, sparse layers: {kernels or 'none'}"),
+        ("Model", f"{results.model}, hash {results.model_hash[:12]}, {results.precision}{kernels}"),
         (
             "How",
             f"{settings.duration_s:g} s a variant in {settings.rounds} rounds that alternate, after {settings.warmup_s:g} s of "
