@@ -83,7 +83,7 @@ def prepare(folder: Path, arch: int) -> None:
     print(f"{len(names)} probes in {folder}")
 
 
-def run(folder: Path, out: Path | None) -> dict[str, Any]:
+def run(folder: Path, out: Path | None, fetch: bool = True) -> dict[str, Any]:
     """Measure, print a table, write JSON (after each part, so that a run that is stopped leaves what it had)."""
     import torch
 
@@ -100,16 +100,17 @@ def run(folder: Path, out: Path | None) -> dict[str, Any]:
         "l2_mb": properties.L2_cache_size / 1e6,
         "shared_kb": getattr(properties, "shared_memory_per_block_optin", 0) / 1024,
         "hbm_tbs": _copy_tbs(1 << 28),
-        "l2_tbs": _copy_tbs(1 << 21),
+        "l2_tbs": _l2_tbs(),
         "launch_us": time_us(one.zero_).us,
     }
     print(json.dumps(result), flush=True)
     driver = Driver()
     result["clusters_at_once"] = _clusters(driver, (folder / "fetch_1024_0.cubin").read_bytes())
     _write(result, out)
-    rows = _fetch(driver, folder, properties.multi_processor_count)
-    result |= {"fetch": rows, **from_fetch(rows)}
-    _write(result, out)
+    if fetch:
+        rows = _fetch(driver, folder, properties.multi_processor_count)
+        result |= {"fetch": rows, **from_fetch(rows)}
+        _write(result, out)
     print("\n".join(compared(result, H200)))
     return result
 
@@ -121,7 +122,11 @@ def as_profile(result: dict[str, Any], device: Device) -> DeviceProfile:
             f"measured on {result['device']} (sm_{result['sm']}), --target {device.name} is sm_{device.sm}."
         )
     ceilings = {"copy_gbs": 1e3 * result["hbm_tbs"], "l2_copy_gbs": 1e3 * result["l2_tbs"]}
-    ceilings |= {name: result[name] for name in ("clock_ghz", "launch_us", "issue_share", "near_clocks", "far_clocks")}
+    ceilings |= {
+        name: result[name]
+        for name in ("clock_ghz", "launch_us", "issue_share", "near_clocks", "far_clocks")
+        if name in result
+    }
     return DeviceProfile(
         target=device.name, gpu=result["device"], sm=device.sm, sm_count=result["sm_count"], versions={},
         conditions="scripts/measure_device.py: copies, launches and straight-line code alone on the device",
@@ -165,6 +170,8 @@ def compared(result: dict[str, Any], ceilings: Ceilings) -> list[str]:
     """A line for each number that the cost model assumes and this run measured."""
     lines = [f"{'':14s} measured  assumed ({ceilings.source})"]
     for name in ("sm_count", "clock_ghz", "hbm_tbs", "l2_tbs", "l2_mb", "shared_kb", "launch_us", "issue_share", "near_clocks", "far_clocks"):  # fmt: skip
+        if name not in result:
+            continue
         measured, assumed = float(result[name]), float(getattr(ceilings, name))
         lines.append(f"{name:14s} {measured:8.2f} {assumed:8.2f}  {measured / assumed - 1:+.0%}")
     return lines
@@ -177,6 +184,18 @@ def _copy_tbs(elements: int) -> float:
     target = torch.empty_like(source)
     us = time_us(lambda: torch.add(source, 1.0, out=target), 5)[0]
     return 2 * elements * 4 / us / 1e6
+
+
+def _l2_tbs() -> float:
+    """Read plus write within the L2, by how much longer a copy of 24 MB in all takes than one of 8: no launch in it."""
+    import torch
+
+    times = []
+    for elements in (1 << 20, 3 << 20):
+        source = torch.randn(elements, device="cuda")
+        target = torch.empty_like(source)
+        times.append(time_us(lambda a=source, b=target: torch.add(a, 1.0, out=b)).us)  # type: ignore[misc]
+    return 2 * (2 << 20) * 4 / (times[1] - times[0]) / 1e6
 
 
 def _clusters(driver: Driver, image: bytes) -> dict[int, int]:
@@ -236,11 +255,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--target", default="h200")
+    parser.add_argument("--no-fetch", action="store_true", help="ceilings alone, a few seconds")
     options = parser.parse_args()
     if options.what == "prepare":
         prepare(options.folder, options.arch)
     else:
-        result = run(options.folder, options.out)
+        result = run(options.folder, options.out, not options.no_fetch)
         if options.profile:
             options.profile.write_text(as_profile(result, find(options.target)).to_json(), encoding="utf-8")
     return 0
