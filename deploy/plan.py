@@ -116,6 +116,9 @@ def candidates(
         if layer.zeros and kernel.supports(layer, device, precision) is None:
             config, prediction = predictions(kernel, layer, device, precision, batch, profile)[0]
             found.append((kernel, config, prediction))
+    if profile:  # where some kernels were measured on this layer, others would win by flattering predictions
+        measured = [option for option in found if profile.knows(layer, precision, batch, option[0].name)]
+        found = [option for option in found if option in measured or option[0].name == named] if measured else found
     return sorted(found, key=lambda candidate: candidate[2].us)
 
 

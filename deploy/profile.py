@@ -153,6 +153,10 @@ class DeviceProfile(Document):
             for config, each in predicted
         )
 
+    def knows(self, layer: ConvLayer, precision: Precision, batch: int, kernel: str) -> bool:
+        """Whether a kernel's time on this layer is measured, or on a line through measured ones."""
+        return bool(self._measured(layer, precision, batch, kernel))
+
     def _scaled(self, found: Fit) -> str:
         return (
             f"predicted, times {found.factor:.2f} as fitted to {found.points} points measured on {self.gpu} (profile)"

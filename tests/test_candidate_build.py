@@ -1,0 +1,92 @@
+"""Kernels built in processes of their own: right answers in order, and none that outlives its budget."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from small_models import sparse_weight
+
+from sparsedeploy.candidate_build import Builders, Job, Search, build_one, search
+from sparsedeploy.devices import find
+from sparsedeploy.errors import InputError
+from sparsedeploy.layer import ConvLayer, Epilogue, Geometry
+from sparsedeploy.plugins import KERNELS
+from sparsedeploy.plugins.kernel import BuildOptions
+from sparsedeploy.reading import count_zeros
+
+NANO = find("jetson-nano")
+
+
+def job(kernel: str = "csr", channels: int = 8, scale: float = 1.0, archs: tuple[int, ...] = (53,)) -> Job:
+    """An fp32 layer, or one of fp16 sums where `scale` is large: such weights overflow them."""
+    weight = sparse_weight((channels, channels, 3, 3)) * np.float32(scale)
+    layer = ConvLayer(
+        name=f"{kernel}{channels}", weight="w", dtype="fp32", shape=weight.shape, zeros=count_zeros(weight, 1), epilogue=Epilogue(),
+        geometry=Geometry(oc=channels, ic=channels, kh=3, kw=3, h=8, w=8, pads=(1, 1, 1, 1)),
+    )  # fmt: skip
+    return Job(
+        layer, weight, None, kernel, {}, NANO, BuildOptions("fp16" if scale > 1 else "fp32", 1, archs, assemble=False)
+    )
+
+
+def test_a_kernel_is_built() -> None:
+    made = build_one(job("baked"))
+    assert made.built is not None
+    assert made.built.node.executable
+    assert made.why == ""
+
+
+def test_what_cannot_be_is_an_answer() -> None:
+    assert "cannot carry the weights" in build_one(job("baked", scale=1e6)).why
+    assert "has no code" in build_one(job("csr", archs=())).why
+    assert "was not built" in build_one(replace(job("baked"), config={"wrong": 1})).why
+
+
+def test_search_offers_every_kernel_asked_for() -> None:
+    layer = job(channels=16).layer
+    options = search(Search(layer, NANO, "fp32", 1, 2))
+    assert {option.kernel for option in options} == {kernel.name for kernel in KERNELS}
+    assert max([option.kernel for option in options].count(kernel.name) for kernel in KERNELS) <= 2
+    assert {option.kernel for option in search(Search(layer, NANO, "fp32", 1, 3, ("csr",)))} == {"csr"}
+
+
+def test_workers_answer_in_order_what_this_process_would() -> None:
+    jobs = [job("baked", 8), job("baked", 24), job("baked", 8, 1e6), job("baked", 16)]
+    with Builders(60.0, workers=2) as builders:
+        made = builders.build(jobs)
+        found = builders.search([Search(jobs[0].layer, NANO, "fp32", 1, 2)])
+    assert [each.built is not None for each in made] == [True, True, False, True]
+    for each, asked in zip(made, jobs, strict=True):
+        here = build_one(asked)
+        assert each.why == here.why
+        if each.built and here.built:
+            assert each.built.node.same_as(here.built.node)
+    assert found == [search(Search(jobs[0].layer, NANO, "fp32", 1, 2))]
+
+
+def test_a_budget_ends_a_build_and_the_next_one_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.perf_counter()
+    with Builders(0.05, workers=1) as builders:  # less than a worker takes to start
+        (made,) = builders.build([job("baked", 16)])
+        assert made.why == "was not compiled within 0.05 s"
+        assert made.built is None
+        builders.budget_s = 60.0
+        (made,) = builders.build([job("baked", 8)])
+        assert made.built is not None
+        pids = [worker.process.pid for worker in builders._all]
+    assert time.perf_counter() - started < 30
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_no_budget_is_refused_and_nothing_is_nothing() -> None:
+    with pytest.raises(InputError, match="must be positive"):
+        Builders(0.0)
+    with Builders(1.0) as builders:
+        assert builders.build([]) == []
+        assert builders.search([]) == []
