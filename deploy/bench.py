@@ -26,7 +26,7 @@ from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
-from sparsedeploy.gpu import Gpu, first_gpu
+from sparsedeploy.gpu import Gpu, closest, first_gpu
 from sparsedeploy.gpu_state import SEVERE, GpuState, Nvml, Probe, probe
 from sparsedeploy.plan import DENSE, Plan
 from sparsedeploy.plugins.node import SparseConv
@@ -303,7 +303,9 @@ def _case(
         for variant in variants.values():
             variant.session.close()
     layers = tuple(_layers(*steps)) if all(steps) else _planned_layers(subject, batch)
-    around = _Surroundings(batch, shapes, left_out, untouched, states, layers, _rounded(subject))
+    around = _Surroundings(
+        batch, shapes, left_out, untouched, states, layers, (*_foreign(subject, tools), *_rounded(subject))
+    )
     return _judged(request, pair, timings, samples, around)
 
 
@@ -429,8 +431,8 @@ class _Surroundings:
     states: list[GpuState | None]
     """After each round."""
     layers: tuple[LayerTime, ...]
-    rounded: tuple[str, ...]
-    """What is to be told of weights that an fp32 bundle carries as fp16."""
+    told: tuple[str, ...]
+    """What is to be told of the bundle."""
 
 
 def _headline_pair(timings: Sequence[Timing], own: Arithmetic) -> tuple[Timing, Timing]:
@@ -458,10 +460,19 @@ def _judged(
         batch=around.batch, inputs=around.shapes, timings=timings, left_out=tuple(around.left_out),
         baseline=baseline.name, best=best.name, speedups=tuple(speedups),
         reasons=judge(pair, around.untouched, around.states, request.limits),
-        notes=(*around.rounded, *_notes(baseline, best, around.states)), layers=around.layers, before=around.untouched,
+        notes=(*around.told, *_notes(baseline, best, around.states)), layers=around.layers, before=around.untouched,
         after=around.states[-1] if around.states else None,
         clocks_mhz=tuple(state.sm_mhz if state else None for state in around.states),
     )  # fmt: skip
+
+
+def _foreign(subject: _Subject, tools: Tools) -> tuple[str, ...]:
+    row = closest(tools.gpu) if tools.gpu else None
+    if row is not None and row.name == subject.manifest.target:
+        return ()
+    return (
+        f"converted for {subject.manifest.target}, measured on another GPU: its layers and kernels were not chosen for this one",
+    )
 
 
 def _rounded(subject: _Subject) -> tuple[str, ...]:

@@ -103,7 +103,10 @@ def remarks(case: Case) -> list[str]:
         needs = ", ".join(f"p{p} {MINIMUM_SAMPLES[p]}" for p in short)
         found.append(f"n/a: too few samples (needed: {needs}); --duration measures longer")
     found += case.notes
-    found += [f"left out: {entry.name}: {entry.reason}" for entry in case.left_out]
+    reasons: dict[str, list[str]] = {}
+    for entry in case.left_out:
+        reasons.setdefault(entry.reason, []).append(entry.name)
+    found += [f"left out: {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
     found += [text for text in (_clocks(case),) if text]
     noted: dict[str, list[str]] = {}
     for timing in case.timings:

@@ -26,6 +26,7 @@ from sparsedeploy.convert import Request as Conversion
 from sparsedeploy.convert import convert
 from sparsedeploy.devices import find
 from sparsedeploy.errors import CheckFailed, InputError, MachineError
+from sparsedeploy.gpu import Gpu
 from sparsedeploy.gpu_state import GpuState
 from sparsedeploy.plan import Measured, Plan
 from sparsedeploy.results import Limits, Results, Timing, read_results
@@ -418,6 +419,24 @@ def test_a_file_of_ones_own_has_a_page_beside_it(out: Path, tmp_path: Path) -> N
     assert contents(out) == before
     with pytest.raises(InputError, match="is a folder"):
         command(out, out=tmp_path)
+
+
+def test_another_gpu_than_the_target_is_told_and_proves_nothing_of_it(out: Path) -> None:
+    said = run(
+        Asked(out, duration_s=0.1, warmup_s=0.0), lambda stage: None, Bench().tools(Gpu("A100-SXM4-80GB", 80, 108))
+    )
+    assert not said.failed
+    assert any("converted for h200, measured on another GPU" in str(part) for part in said.parts)
+    assert not bundle.read_manifest(out).evidence.device
+
+
+def test_what_the_same_reason_left_out_is_one_line(made: Path) -> None:
+    lines = [text for text in remarks(measured(made).cases[0]) if text.startswith("left out")]
+    assert len(lines) == 3
+    assert lines[0] == (
+        "left out: sparse fp32, tensorrt; dense fp32, tensorrt; dense tf32, tensorrt; dense fp16, tensorrt: tensorrt is not "
+        "installed. Install it."
+    )
 
 
 def test_words_say_slower_and_no_difference(made: Path) -> None:
