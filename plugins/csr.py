@@ -84,7 +84,7 @@ class Csr:
     quick = True
 
     def automatic(self, device: Device) -> bool:
-        """Always: the throughputs it is predicted from are published, measured or scaled for every device."""
+        """Always: what it is predicted from is measured, published or scaled for every device."""
         return True
 
     def supports(self, layer: ConvLayer, device: Device, precision: Precision) -> Reason | None:
@@ -97,7 +97,11 @@ class Csr:
     def configs(
         self, layer: ConvLayer, device: Device, precision: Precision, batch: int
     ) -> tuple[tuple[Config, Prediction], ...]:
-        """The one configuration: packed's throughput, OVER_PACKED times slower."""
+        """The one configuration: by the kernel's bounds on devices they were measured on, else at packed's published
+        throughput, OVER_PACKED times slower.
+        """
+        if measured := direct.measured(layer, device, precision, batch, per_nonzero=8):
+            return (({}, measured),)
         oc = layer.geometry.oc if layer.geometry else 0
         carried = nonzeros.Carried(per_nonzero=8, offsets=oc + 1)
         predicted = nonzeros.predict(layer, device, precision, batch, carried, OVER_PACKED)

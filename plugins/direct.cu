@@ -12,9 +12,12 @@
 // order, so that results are equal from run to run.
 //
 // Compile-time: see plugins/direct.py, which writes the definitions and the table. Run time: N, H, W.
-// Table, per block of output channels: STAGES * SPLITS chunks of (first channel, channels); then per rank, set and slot:
-// number of the slot, output channel (-1: none), and per stage (begin, end, delta) into the words; then the output channel
-// of each slot number.
+// Grid: x = tile columns and images times SPLITS, y = rows of tiles, z = blocks of output channels.
+// Table, per block of output channels and rank, TABLE_INTS: STAGES chunks of (first channel, channels); per set and slot the
+// number of the slot, output channel (-1: none), and per stage (begin, end, delta) into the words; then, where SPLITS > 1,
+// the output channel of each slot number.
+
+#define VEC (ROWS >= 3 ? 4 : ROWS)                             // sums of a thread that travel together
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -44,7 +47,7 @@ DEVICE void copy_16(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+template <int LEFT> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 #endif
 
 #if __CUDA_ARCH__ >= 900
@@ -55,12 +58,38 @@ DEVICE void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "me
 #endif
 
 #if SPLITS > 1
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+// Relaxed: nothing is published by it, and the release of the other form would wait for all that is in flight.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-DEVICE void store_remote(void* mine, u32 rank, u32 value) {
+DEVICE u32 address_in(u32 mine, u32 rank) {
   u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(there), "r"(value) : "memory");
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(mine), "r"(rank));
+  return there;
+}
+// Stores that count themselves in at a barrier of the block they go to: nobody has to wait until they have all arrived.
+DEVICE void push(u32 there, u32 barrier, const u32* v) {
+#if VEC == 4
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
+               :: "r"(there), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(barrier) : "memory");
+#elif VEC == 2
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];"
+               :: "r"(there), "r"(v[0]), "r"(v[1]), "r"(barrier) : "memory");
+#else
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               :: "r"(there), "r"(v[0]), "r"(barrier) : "memory");
+#endif
+}
+DEVICE void expect_pushes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(barrier) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+DEVICE void wait_pushes(u32 barrier) {
+  u32 done;
+  do {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier) : "memory");
+  } while (!done);
 }
 #endif
 // Past L1 and in program order: with overlapped launches these bytes may be written while this kernel is already resident, so
@@ -92,7 +121,7 @@ DEVICE void copy_16(void* to, const void* from, bool valid) {
   *(uint4*)to = valid ? *(const uint4*)from : make_uint4(0, 0, 0, 0);
 }
 DEVICE void copies_commit() {}
-DEVICE void copies_wait() {}
+template <int LEFT> DEVICE void copies_wait() {}
 #endif
 
 #if HALF
@@ -125,14 +154,17 @@ typedef float sum_t;
 #define PLANE (IMAGES * IMAGE)                                 // words of a channel; IMAGE and PITCH are given
 #define TAP_WORDS (SETS * SLOTS * CAPACITY * 2)
 #define BUFFER_WORDS (STAGE * PLANE + TAP_WORDS)
-#define TABLE_INTS (2 * STAGES + ALL_SLOTS * SLOT_INTS)        // what a rank needs of the table, kept in shared memory
-#define TABLE_WORDS ((TABLE_INTS + 3) / 4 * 4)
-#define CHUNKS (STAGES * SPLITS)
 #define SLOT_INTS (2 + 3 * STAGES)
-#define RECORD (2 * CHUNKS + SPLITS * ALL_SLOTS * SLOT_INTS + ALL_SLOTS)
+#define SLOTS_AT (2 * STAGES)
+#define OCS_AT (SLOTS_AT + ALL_SLOTS * SLOT_INTS)
+#define TABLE_INTS ((OCS_AT + (SPLITS > 1 ? ALL_SLOTS : 0) + 3) / 4 * 4)  // of a rank, kept in shared memory
+#define RESIDENT (STAGES <= BUFFERS)                           // no buffer is filled twice
+#define FIRST (RESIDENT ? STAGES : 1)                          // stages that are on their way before any sum
 #define ROUNDS ((CAPACITY + SET_THREADS - 1) / SET_THREADS)    // words of a slot that a thread fetches
 #define ALL_SLOTS (SETS * SLOTS)
-#define SHARE ((ALL_SLOTS + SPLITS - 1) / SPLITS)              // slots that a rank sums
+#define QUADS ((ROWS + VEC - 1) / VEC)
+#define UNITS (ALL_SLOTS * QUADS)                              // VEC sums of each thread of a slot
+#define SHARE ((UNITS + SPLITS - 1) / SPLITS)                  // units that a rank sums
 
 struct Place { int image, row, col, out_h, out_w; };           // first image, output row and column of the tile
 
@@ -160,7 +192,7 @@ DEVICE From source(const element* x, int image, int ic, int row, int col, int n,
 }
 
 #if HALF
-#define BATCH 4
+#define BATCH (SLOTS * ROWS <= 32 ? 8 : 4)
 template <int V> DEVICE void load_chunk(u32* out, const From& f, int c, bool wanted) {
   const element* at = f.at + c * f.step;
 #pragma unroll
@@ -280,6 +312,9 @@ DEVICE void add_tap(sum_t* sums, const u8* base, u32 weight, u32 offset) {
 }
 
 DEVICE float finish(float v, int oc, size_t place, const float* bias, const element* residual) {
+#if SCALED
+  v *= SCALE;
+#endif
 #if BIAS
   v += bias[oc];
 #endif
@@ -300,31 +335,29 @@ DEVICE float finish(float v, int oc, size_t place, const float* bias, const elem
   return v;
 }
 
-// Store what one sum stands for: thread t's row j of slot `slot`.
-DEVICE void store(sum_t sum, int t, int j, int oc, Place at, int n, int half, element* y, const float* bias, const element* residual) {
+// Store what a thread's sums stand for: rows first..first + COUNT - 1 of thread t and output channel oc.
+template <int COUNT> DEVICE void store(const sum_t* sums, int t, int first, int oc, Place at, int n, int half, element* y, const float* bias, const element* residual) {
   const int i = t / (GROUPS * COLS), g = t / COLS % GROUPS, c = t % COLS;
-  const int row = at.row + g * ROWS + j, col = at.col + c;
+  const int row = at.row + g * ROWS + first, col = at.col + c;
   if (col >= at.out_w || oc < 0) return;
-#if PAIRS
 #pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const float value = half_to_float((u16)(k ? sum >> 16 : sum & 0xffffu));
-#if PAIR_IMAGES
-    const int image = 2 * (at.image + i) + k, out_row = row;
-    if (image >= n || row >= at.out_h) continue;
+  for (int k = 0; k < (PAIRS ? 2 : 1); ++k) {
+    const int image = PAIR_IMAGES ? 2 * (at.image + i) + k : at.image + i, out_row = PAIRS && !PAIR_IMAGES ? row + k * half : row;
+    if (image >= n) continue;
+    const int rows = k == 0 ? half - row : at.out_h - out_row;       // of one half where rows are paired, else of the map
+    size_t place = (((size_t)image * OC + oc) * at.out_h + out_row) * at.out_w + col;
+#pragma unroll
+    for (int j = 0; j < COUNT; ++j) {
+      if (j >= rows || first + j >= ROWS) break;
+#if PAIRS
+      const float value = half_to_float((u16)(k ? sums[j] >> 16 : sums[j] & 0xffffu));
 #else
-    const int image = at.image + i, out_row = row + k * half;
-    if (image >= n || row >= half || out_row >= at.out_h) continue;
+      const float value = sums[j];
 #endif
-    const size_t place = (((size_t)image * OC + oc) * at.out_h + out_row) * at.out_w + col;
-    store_element(y + place, finish(value, oc, place, bias, residual));
+      store_element(y + place, finish(value, oc, place, bias, residual));
+      place += at.out_w;
+    }
   }
-#else
-  const int image = at.image + i;
-  if (image >= n || row >= at.out_h) return;
-  const size_t place = (((size_t)image * OC + oc) * at.out_h + row) * at.out_w + col;
-  store_element(y + place, finish(sum, oc, place, bias, residual));
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
@@ -352,54 +385,72 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
 #endif
   const int tid = threadIdx.x, set = tid / SET_THREADS, t = tid % SET_THREADS;
   const int rank = blockIdx.x % SPLITS;
+  int* chunks = (int*)smem;
+  const int* mine = chunks + SLOTS_AT + set * (SLOTS * SLOT_INTS);
+  const int* record = table + (blockIdx.z * SPLITS + rank) * TABLE_INTS;
+  for (int k = tid; k < TABLE_INTS / 4; k += THREADS) ((uint4*)chunks)[k] = ((const uint4*)record)[k];
+  u32* buffers = (u32*)smem + TABLE_INTS + (SPLITS > 1 ? 4 : 0);
+#if SPLITS > 1
+  const int owned = UNITS - rank * SHARE < SHARE ? UNITS - rank * SHARE : SHARE;
+  const u32 barrier = shared_address(chunks + TABLE_INTS);
+  if (tid == 0) expect_pushes(barrier, owned > 0 ? owned * (SPLITS * PIXELS * VEC * 4) : 0);
+  cluster_arrive();                                            // waited for ahead of the first store to another block
+#endif
+  next_kernel_may_start();
   Place at;
   at.out_h = (h + PT + PB - DH * (KH - 1) - 1) / SH + 1;
   at.out_w = (w + PL + PR - DW * (KW - 1) - 1) / SW + 1;
   const int half = PAIRS && !PAIR_IMAGES ? (at.out_h + 1) / 2 : at.out_h;
-  const int col_tiles = (at.out_w + COLS - 1) / COLS, row_tiles = (half + GROUPS * ROWS - 1) / (GROUPS * ROWS);
-  const int tile = blockIdx.x / SPLITS;
-  at.col = tile % col_tiles * COLS;
-  at.row = tile / col_tiles % row_tiles * (GROUPS * ROWS);
-  at.image = tile / (col_tiles * row_tiles) * IMAGES;
-
-  const int* record = table + blockIdx.y * RECORD;
-  int* chunks = (int*)smem;
-  const int* mine = chunks + 2 * STAGES + set * (SLOTS * SLOT_INTS);
-  u32* buffers = (u32*)smem + TABLE_WORDS;
-  for (int k = tid; k < TABLE_INTS; k += THREADS)
-    chunks[k] = k < 2 * STAGES ? record[2 * STAGES * rank + k] : record[2 * CHUNKS + rank * ALL_SLOTS * SLOT_INTS + k - 2 * STAGES];
+  const u32 col_tiles = (at.out_w + COLS - 1) / COLS, across = blockIdx.x / SPLITS;
+  const u32 image_tile = col_tiles == 1 ? across : across / col_tiles;
+  at.col = (across - image_tile * col_tiles) * COLS;
+  at.row = blockIdx.y * (GROUPS * ROWS);
+  at.image = image_tile * IMAGES;
   const int pixel = t < PIXELS ? t : PIXELS - 1;
   const int base = pixel / (GROUPS * COLS) * IMAGE + pixel / COLS % GROUPS * (ROWS * SH * PITCH) + pixel % COLS + SHIFT;
 
-  sum_t sums[SLOTS][ROWS];
+  sum_t sums[SLOTS][QUADS * VEC];
 #pragma unroll
   for (int s = 0; s < SLOTS; ++s)
 #pragma unroll
-    for (int j = 0; j < ROWS; ++j) sums[s][j] = ZERO_SUM;
+    for (int j = 0; j < QUADS * VEC; ++j) sums[s][j] = ZERO_SUM;
 
-  // Weights are nobody's output: with overlap they are ready before the kernel ahead has ended, else they arrive beside the input.
-  Fetched fetched;
-  u32* taps = buffers + STAGE * PLANE + set * (SLOTS * CAPACITY * 2);
-#if SPLITS > 1
-  cluster_arrive();                                    // waited for ahead of the first store to another block
-#endif
-  next_kernel_may_start();
+  // Weights are nobody's output: they are fetched before the kernel ahead has ended, and put in place while inputs arrive.
+  Fetched fetched[FIRST];
+  const int tap_place = STAGE * PLANE + set * (SLOTS * CAPACITY * 2);
   __syncthreads();
-  fetch(&fetched, mine, 0, words, values, t);
-  if (OVERLAP) put(&fetched, taps, mine, 0, t);
+#pragma unroll
+  for (int stage = 0; stage < FIRST; ++stage) fetch(&fetched[stage], mine, stage, words, values, t);
   previous_kernel_wait();
-  fill(buffers, x, at, chunks[0], chunks[1], n, h, w, half, tid);
-  copies_commit();
-  if (!OVERLAP) put(&fetched, taps, mine, 0, t);
+#pragma unroll
+  for (int stage = 0; stage < FIRST; ++stage) {
+    fill(buffers + stage * BUFFER_WORDS, x, at, chunks[2 * stage], chunks[2 * stage + 1], n, h, w, half, tid);
+    copies_commit();
+  }
+#pragma unroll
+  for (int stage = 0; stage < FIRST; ++stage) put(&fetched[stage], buffers + stage * BUFFER_WORDS + tap_place, mine, stage, t);
+#if RESIDENT
+#pragma unroll
+#else
 #pragma unroll 1
+#endif
   for (int stage = 0; stage < STAGES; ++stage) {
-    u32* buffer = buffers + (stage & 1) * BUFFER_WORDS;
+    u32* buffer = buffers + (RESIDENT ? stage : stage & 1) * BUFFER_WORDS;
     u32* next = buffers + ((stage + 1) & 1) * BUFFER_WORDS;
-    copies_wait();
+#if RESIDENT
+    switch (STAGES - 1 - stage) {                              // stages that may still be on their way
+      case 1: copies_wait<1>(); break;
+      case 2: copies_wait<2>(); break;
+      case 3: copies_wait<3>(); break;
+      default: copies_wait<0>();
+    }
+#else
+    copies_wait<0>();
+#endif
     __syncthreads();
-    const bool more = stage + 1 < STAGES;
+    const bool more = !RESIDENT && stage + 1 < STAGES;
     if (more) {
-      fetch(&fetched, mine, stage + 1, words, values, t);
+      fetch(&fetched[0], mine, stage + 1, words, values, t);
       fill(next, x, at, chunks[2 * stage + 2], chunks[2 * stage + 3], n, h, w, half, tid);
       copies_commit();
     }
@@ -421,53 +472,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
         add_tap(sums[s], from, one.x, one.y);
       }
     }
-    if (more) put(&fetched, next + STAGE * PLANE + set * (SLOTS * CAPACITY * 2), mine, stage + 1, t);
+    if (more) put(&fetched[0], next + tap_place, mine, stage + 1, t);
   }
 
 #if SPLITS > 1
-  // Each sum goes to the block that owns its slot: [source rank][slot of the share][row][thread].
-  u32* received = buffers + (STAGES > 1 ? 2 : 1) * BUFFER_WORDS;
+  // Each unit goes to the block that owns it: [source rank][unit of the share][thread][VEC].
+  u32* received = buffers + BUFFERS * BUFFER_WORDS;
+  const u32 at_mine = shared_address(received) + (rank * (SHARE * PIXELS) + t) * (VEC * 4);
   cluster_wait();                                              // every block of the cluster runs
+  if (t < PIXELS) {
 #pragma unroll
-  for (int s = 0; s < SLOTS; ++s) {
-    const int slot = mine[s * SLOT_INTS];
-    const int owner = slot / SHARE;
+    for (int s = 0; s < SLOTS; ++s) {
+      const u32 slot = mine[s * SLOT_INTS];
 #pragma unroll
-    for (int j = 0; j < ROWS; ++j) {
-      u32* to = received + ((rank * SHARE + slot % SHARE) * ROWS + j) * SET_THREADS + t;
-      store_remote(to, owner, SUM_BITS(sums[s][j]));
+      for (int q = 0; q < QUADS; ++q) {
+        const u32 unit = slot * QUADS + q, owner = unit / SHARE;
+        u32 v[VEC];
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) v[j] = SUM_BITS(sums[s][q * VEC + j]);
+        const u32 there = address_in(at_mine + (unit - owner * SHARE) * (PIXELS * VEC * 4), owner);
+        push(there, address_in(barrier, owner), v);
+      }
     }
   }
-  cluster_arrive();
-  cluster_wait();
-  const int owned = ALL_SLOTS - rank * SHARE < SHARE ? ALL_SLOTS - rank * SHARE : SHARE;
-  const int* ocs = record + 2 * CHUNKS + SPLITS * ALL_SLOTS * SLOT_INTS + rank * SHARE;
-  for (int e = tid; e < owned * (ROWS * SET_THREADS); e += THREADS) {
-    const int lane = e % SET_THREADS, j = e / SET_THREADS % ROWS, slot = e / (SET_THREADS * ROWS);
-    if (lane >= PIXELS) continue;
-    const u32* got = received + (slot * ROWS + j) * SET_THREADS + lane;
-#if PAIRS
-    float low = 0.f, high = 0.f;
+  wait_pushes(barrier);
+  for (int e = tid; e < owned * PIXELS; e += THREADS) {
+    const int lane = e % PIXELS, unit = e / PIXELS, first = (rank * SHARE + unit) % QUADS * VEC;
+    const int oc = chunks[OCS_AT + (rank * SHARE + unit) / QUADS];
+    u32 part[SPLITS][VEC];
 #pragma unroll
     for (int r = 0; r < SPLITS; ++r) {
-      const u32 part = got[r * (SHARE * ROWS * SET_THREADS)];
-      low += half_to_float((u16)(part & 0xffffu));
-      high += half_to_float((u16)(part >> 16));
-    }
-    const u32 sum = (u32)float_to_half(low) | (u32)float_to_half(high) << 16;
+      const u32* got = received + (r * SHARE * PIXELS + e) * VEC;
+#if VEC == 4
+      const uint4 four = *(const uint4*)got;
+      part[r][0] = four.x, part[r][1] = four.y, part[r][2] = four.z, part[r][3] = four.w;
+#elif VEC == 2
+      const uint2 two = *(const uint2*)got;
+      part[r][0] = two.x, part[r][1] = two.y;
 #else
-    float sum = 0.f;
-#pragma unroll
-    for (int r = 0; r < SPLITS; ++r) sum += bits_float(got[r * (SHARE * ROWS * SET_THREADS)]);
+      part[r][0] = *got;
 #endif
-    store(sum, lane, j, ocs[slot], at, n, half, y, bias, residual);
+    }
+    sum_t total[VEC];
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+#if PAIRS
+      float low = 0.f, high = 0.f;
+#pragma unroll
+      for (int r = 0; r < SPLITS; ++r) {
+        low += half_to_float((u16)(part[r][j] & 0xffffu));
+        high += half_to_float((u16)(part[r][j] >> 16));
+      }
+      total[j] = (u32)float_to_half(low) | (u32)float_to_half(high) << 16;
+#else
+      total[j] = 0.f;
+#pragma unroll
+      for (int r = 0; r < SPLITS; ++r) total[j] += bits_float(part[r][j]);
+#endif
+    }
+    store<VEC>(total, lane, first, oc, at, n, half, y, bias, residual);
   }
 #else
   if (t < PIXELS) {
 #pragma unroll
-    for (int s = 0; s < SLOTS; ++s)
-#pragma unroll
-      for (int j = 0; j < ROWS; ++j) store(sums[s][j], t, j, mine[s * SLOT_INTS + 1], at, n, half, y, bias, residual);
+    for (int s = 0; s < SLOTS; ++s) store<ROWS>(sums[s], t, 0, mine[s * SLOT_INTS + 1], at, n, half, y, bias, residual);
   }
 #endif
 }

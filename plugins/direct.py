@@ -7,9 +7,8 @@ format's own arrays the nonzeros of each lie. The table only orders the nonzeros
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
@@ -62,6 +61,8 @@ class Tiling:
     splits: int = 1
     stage: int = 16
     pairs: Literal["none", "images", "rows"] = "none"
+    buffers: int = 2
+    """Stages that shared memory holds at once, at least 2 (a single stage takes one)."""
 
     @property
     def pixels(self) -> int:
@@ -134,16 +135,27 @@ class Tiling:
         """Output rows that tiles cover: half of them when rows are paired."""
         return -(-self.geometry.oh // 2) if self.pairs == "rows" else self.geometry.oh
 
-    def tiles(self) -> Expr:
-        """Tiles over the batch, for any N, OH and OW."""
+    def grid(self, blocks: int) -> tuple[Expr, Expr, Expr]:
+        """Blocks along x, y and z for any N, OH and OW, `blocks` being those of output channels."""
         rows = (var("OH") + 1) // 2 if self.pairs == "rows" else var("OH")
         batch = (var("N") + 1) // 2 if self.pairs == "images" else var("N")
-        return batch.ceil_div(self.images) * rows.ceil_div(self.tile_rows) * var("OW").ceil_div(self.cols)
+        across = batch.ceil_div(self.images) * var("OW").ceil_div(self.cols)
+        return across * self.splits, rows.ceil_div(self.tile_rows), const(blocks)
 
     def tile_count(self, n: int) -> int:
-        """`tiles` at batch n."""
-        g = self.geometry
-        return self.tiles().value({"N": n, "OH": g.oh, "OW": g.ow, "H": g.h, "W": g.w})
+        """Tiles over the batch."""
+        batch = -(-n // 2) if self.pairs == "images" else n
+        return -(-batch // self.images) * -(-self.row_count() // self.tile_rows) * -(-self.geometry.ow // self.cols)
+
+    @property
+    def vec(self) -> int:
+        """Sums of a thread that travel together to the block that adds them up."""
+        return 4 if self.rows >= 3 else self.rows
+
+    @property
+    def share(self) -> int:
+        """Groups of `vec` sums that one block of a cluster adds up."""
+        return -(-self.channels * -(-self.rows // self.vec) // self.splits)
 
     def channel_blocks(self) -> list[tuple[int, int]]:
         """(first, last) of the convolution's groups that share a block; a large group repeats, once per block."""
@@ -181,11 +193,13 @@ class Tiling:
         """Dynamic shared memory: a rank's table, the stages' buffers, what a block receives of its cluster."""
         _, image = self.layout()
         buffer = self.stage * self.images * image + self.channels * capacity * 2
-        received = (
-            self.splits * -(-self.channels // self.splits) * self.rows * self.warps * 32 if self.splits > 1 else 0
-        )
-        table = -(-(2 * stages + self.channels * (2 + 3 * stages)) // 4) * 4
-        return 4 * (table + buffer * min(stages, 2) + received)
+        received = 4 + self.splits * self.share * self.pixels * self.vec if self.splits > 1 else 0
+        return 4 * (self.table_ints(stages) + buffer * min(stages, self.buffers) + received)
+
+    def table_ints(self, stages: int) -> int:
+        """Integers of one rank's part of the table."""
+        ints = 2 * stages + self.channels * (2 + 3 * stages) + (self.channels if self.splits > 1 else 0)
+        return -(-ints // 4) * 4
 
 
 @lru_cache(maxsize=4096)
@@ -248,8 +262,6 @@ def make_table(tiling: Tiling, fmt: Format, nonzeros: Nonzeros) -> tuple[NDArray
     for first, last, members in blocks_of_channels(tiling, nonzeros):
         splits = [parts + [(parts[-1][0] + parts[-1][1], 0)] * (stages - len(parts)) if parts else [(first * per_ic, 0)] * stages
                   for parts in tiling.chunks(first, last, nonzeros.block_ic)]  # fmt: skip
-        for parts in splits:
-            words += [value for part in parts for value in part]
         padded = members + [-1] * (tiling.channels - len(members))
         for parts in splits:
             cuts = np.zeros((tiling.channels, stages, 3), np.int64)
@@ -263,10 +275,11 @@ def make_table(tiling: Tiling, fmt: Format, nonzeros: Nonzeros) -> tuple[NDArray
                     cuts[slot, stage] = low, high, delta
             counts = (cuts[:, :, 1] - cuts[:, :, 0]).sum(1)
             capacity = max(capacity, int((cuts[:, :, 1] - cuts[:, :, 0]).max()))
-            dealt = _deal(counts, tiling.sets, tiling.slots)
-            for slot in (slot for group in dealt for slot in group):
-                words += [slot, padded[slot], *cuts[slot].ravel().tolist()]
-        words += padded
+            part = [value for pair in parts for value in pair]
+            for slot in (slot for group in _deal(counts, tiling.sets, tiling.slots) for slot in group):
+                part += [slot, padded[slot], *cuts[slot].ravel().tolist()]
+            part += padded if tiling.splits > 1 else []
+            words += part + [0] * (tiling.table_ints(stages) - len(part))
     return np.array(words, np.int64).astype(np.int32), stages, capacity + capacity % 2
 
 
@@ -280,8 +293,16 @@ def _literal(value: float) -> str:
     return f"({float(np.float32(min(max(value, -limit), limit))).hex()}f)"
 
 
-def source(tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision, stages: int, capacity: int) -> str:
-    """direct.cu under its definitions."""
+def source(
+    tiling: Tiling,
+    fmt: Format,
+    epilogue: Epilogue,
+    precision: Precision,
+    stages: int,
+    capacity: int,
+    scale: float = 1.0,
+) -> str:
+    """direct.cu under its definitions; sums are multiplied by `scale` ahead of the bias."""
     g = tiling.geometry
     pitch, image = tiling.layout()
     definitions: dict[str, int | str] = {
@@ -291,21 +312,29 @@ def source(tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision
         "PAIRS": int(tiling.pairs != "none"), "PAIR_IMAGES": int(tiling.pairs == "images"),
         "IMAGES": tiling.images, "GROUPS": tiling.groups, "ROWS": tiling.rows, "COLS": tiling.cols,
         "WARPS": tiling.warps, "SETS": tiling.sets, "SLOTS": tiling.slots, "SPLITS": tiling.splits,
-        "STAGES": stages, "STAGE": tiling.stage, "CAPACITY": capacity, "VECTOR": tiling.vector, "SHIFT": tiling.shift,
+        "STAGES": stages, "BUFFERS": min(stages, tiling.buffers), "STAGE": tiling.stage, "CAPACITY": capacity, "VECTOR": tiling.vector, "SHIFT": tiling.shift,
         "PITCH": pitch, "IMAGE": image, "BIAS": int(epilogue.bias), "ACTIVATION": _ACTIVATIONS[epilogue.activation],
         "RESIDUAL": _RESIDUALS[epilogue.residual], "SLOPE": _literal(epilogue.slope), "LOW": _literal(epilogue.low),
-        "HIGH": _literal(epilogue.high),
+        "HIGH": _literal(epilogue.high), "SCALED": int(scale != 1.0), "SCALE": _literal(scale),
     }  # fmt: skip
     head = "".join(f"#define {name} {value}\n" for name, value in definitions.items())
     return head + files("sparsedeploy.plugins").joinpath("direct.cu").read_text(encoding="utf-8")
 
 
 def make_plan(
-    tiling: Tiling, fmt: Format, epilogue: Epilogue, precision: Precision, blocks: int, shared_bytes: int, overlap: bool
+    tiling: Tiling,
+    fmt: Format,
+    epilogue: Epilogue,
+    precision: Precision,
+    blocks: int,
+    shared_bytes: int,
+    device: Device | None = None,
 ) -> Plan:
-    """One launch, for every N (and every H and W where the format allows).
+    """Launches for every N (and every H and W where the format allows).
 
-    `overlap` lets it start before the op ahead ends; the code then waits by itself (sm_90 and later only).
+    Given a `device`, launches may start before the op ahead of them ends: the code then waits by itself (sm_90 and
+    later only). Batches whose blocks all run at once then ask for over half of an SM's shared memory, so that each has
+    an SM for itself: blocks of the next launch would else be laid two to one SM while others stand idle.
     """
     count = 2 if fmt == "packed" else 3
     # The format's arrays in the order of the kernel's parameters: packed has words first, csr indices then values.
@@ -318,22 +347,48 @@ def make_plan(
     args += [Arg("constant", k) for k in (table, *arrays, *bias)]
     args += [Arg("N"), Arg("H"), Arg("W")]
     launch = Launch(
-        ENTRY, (tiling.tiles() * tiling.splits, const(blocks), const(1)), (tiling.threads, 1, 1), tuple(args), shared_bytes,
-        cluster=tiling.splits, dependent=overlap,
+        ENTRY, tiling.grid(blocks), (tiling.threads, 1, 1), tuple(args), shared_bytes,
+        cluster=tiling.splits, dependent=device is not None,
     )  # fmt: skip
-    return (Variant(precision, (launch,)),)
+    whole = Variant(precision, (launch,))
+    if device is None:
+        return (whole,)
+    half, most = device.shared_kb_per_block * 512 + 1024, _largest_at_once(tiling, blocks, device)
+    if most == 0 or shared_bytes >= half:
+        return (whole,)
+    return Variant(precision, (replace(launch, shared_bytes=half),), max_n=most), whole
 
 
-_BLOCK_US = 4.0
+def _sms(splits: int, device: Device) -> int:
+    """SMs that clusters of so many blocks reach."""
+    return int(device.sm_count * (_CLUSTER_SMS if splits >= 4 else 1))
+
+
+def _largest_at_once(tiling: Tiling, blocks: int, device: Device) -> int:
+    """The largest batch whose blocks have an SM each; 0 when there is none."""
+    at_once = _sms(tiling.splits, device) // (tiling.tile_count(1) * blocks * tiling.splits)
+    return at_once * tiling.images * (2 if tiling.pairs == "images" else 1)
+
+
+def _isa(tiling: Tiling, arch: int) -> str | None:
+    """PTX ISA that the code needs beyond what its architecture does: st.async is of 8.1."""
+    return "8.1" if tiling.splits > 1 and arch == _CLUSTER_SM else None
+
+
+_BLOCK_US = 2.5
 """Latency of a launch and of a block's first loads, which a wave of blocks pays once."""
-_PUSH_CYCLES = 21.0
-"""Of one warp's store of 128 bytes to another block's shared memory."""
-_SHARED_SHARE, _FEW_WARPS, _ISSUE_SHARE = 1.02, 0.31, 2.7
-"""Measured over counted cycles of shared-memory words (more below 16 warps), and of the other instructions.
+_PUSH_CYCLES, _STORE_CYCLES = 9.0, 12.0
+"""Of one warp's `vec` sums stored to another block's shared memory, and of its sum of each thread finished and stored."""
+_SHARED_SHARE, _FEW_WARPS = 1.02, 0.146
+"""Measured over counted cycles of shared-memory words; how much more where an SM has below 16 warps."""
+_ISSUE_SHARE: dict[Precision, float] = {"fp32": 0.86, "fp16": 1.94}
+"""Measured over counted issue slots of the other instructions; halves go to shared memory through registers.
 
-These five are a least-squares fit to 101 tilings of ResNet-50's 3x3 layers at 90 %, N=1 and 32, measured on an H200; its
-root-mean-square error is 15 %.
+These are a least-squares fit to 83 tilings of ResNet-50's 3x3 layers at 90 %, N=1 and 32, measured on an H200; its
+root-mean-square error is 7 %.
 """
+_CLUSTER_SMS = 120 / 132
+"""Share of the SMs that clusters of 4 or 8 reach: processing clusters have unequal numbers of SMs (measured on an H200)."""
 
 
 @dataclass(frozen=True)
@@ -349,108 +404,247 @@ def _registers(device: Device) -> int:
     return 32768 if device.sm == 53 else 65536
 
 
+@dataclass(frozen=True)
+class _Space:
+    """Tilings of one geometry and batch as columns, one entry per tiling: what does not depend on the nonzeros.
+
+    Columns of `shape` are in the order of Tiling's fields from `images` to `stage`, then `buffers`.
+    """
+
+    geometry: Geometry
+    pairs: Literal["none", "images", "rows"]
+    shape: Longs
+    stages: Longs
+    tiles: Longs
+    channel_blocks: Longs
+    conflicts: NDArray[np.float64]
+    image_words: Longs
+    tile_words: Longs
+    """Input words that a block reads per channel, halo included."""
+    vector: Longs
+
+    def only(self, rows: Longs) -> _Space:
+        """Those tilings alone."""
+        columns = {f.name: getattr(self, f.name)[rows] for f in fields(self) if f.name not in ("geometry", "pairs")}
+        return replace(self, **columns)
+
+    def tiling(self, k: int) -> Tiling:
+        """The k-th tiling."""
+        *front, buffers = (int(value) for value in self.shape[k])
+        return Tiling(self.geometry, *front, self.pairs, buffers)
+
+    @classmethod
+    def of(cls, tilings: Sequence[Tiling], n: int) -> _Space:
+        """The columns of tilings that differ neither in geometry nor in pairs."""
+        first = tilings[0]
+        g = first.geometry
+        shape = [
+            (t.images, t.groups, t.rows, t.cols, t.warps, t.sets, t.slots, t.splits, t.stage, t.buffers)
+            for t in tilings
+        ]
+
+        def column(values: Iterable[int]) -> Longs:
+            return np.fromiter(values, np.int64, len(tilings))
+
+        return cls(
+            g, first.pairs, np.array(shape, np.int64), column(t.stages(g.ic // g.group) for t in tilings),
+            column(t.tile_count(n) for t in tilings), column(len(t.channel_blocks()) for t in tilings),
+            np.array([t.conflicts for t in tilings]), column(t.layout()[1] for t in tilings),
+            column(t.images * t.in_rows * t.in_cols for t in tilings), column(t.vector for t in tilings),
+        )  # fmt: skip
+
+
+def _work(space: _Space, nnz: int, device: Device) -> dict[str, NDArray[np.float64]]:
+    """Counted work of each tiling on its busiest SM: what `_times` weighs with measured constants."""
+    g, s = space.geometry, space
+    images, groups, rows, cols, warps, sets, slots, splits, stage, buffers = s.shape.T
+    channels, threads = sets * slots, sets * warps * 32
+    blocks = s.tiles * s.channel_blocks * splits
+    sms = np.where(splits >= 4, _sms(4, device), _sms(1, device))
+    per_sm = -(-blocks // sms)
+    # Of the fullest block: the last one may have fewer channels.
+    taps = nnz * np.minimum(channels, g.oc) / g.oc / splits
+    per_slot = taps / (channels * s.stages)
+    # The fullest set keeps the others waiting, stage by stage.
+    spread = 1 + 1.0 / np.sqrt(np.maximum(taps / sets / s.stages, 1.0))
+    vec = np.where(rows >= 3, 4, rows)
+    units = -(-rows // vec) * channels
+    received = np.where(splits > 1, 4 + splits * -(-units // splits) * images * groups * cols * vec, 0)
+    capacity = np.round(1.3 * per_slot + 2 * np.sqrt(per_slot)) + 4
+    table = channels * (3 + 3 * s.stages) + 2 * s.stages
+    buffer = stage * images * s.image_words + channels * capacity * 2
+    shared_bytes = 4 * (table + buffer * np.minimum(s.stages, buffers) + received)
+    fits = device.shared_kb_per_block * 1024 // shared_bytes
+    resident = np.minimum(_registers(device) // (threads * (slots * rows + 48)), np.minimum(fits, 2048 // threads))
+    resident = np.maximum(resident, 1)
+    halves = 1 if s.pairs == "none" else 2
+    items = stage * s.stages * s.tile_words / s.vector * halves
+    decodes = channels * s.stages * warps * -(-np.round(1.3 * per_slot + 0.5) // (32 * warps))
+    return {
+        "fits": fits >= 1,
+        "waves": -(-per_sm // resident),
+        "warps": np.minimum(per_sm, resident) * threads / 32,
+        "words": per_sm * taps * spread * warps * (rows * s.conflicts + 0.5),
+        "other": per_sm * (decodes * 25 + items / 32 * 6) / 2,
+        "pushes": np.where(splits > 1, per_sm * units * warps, 0),
+        "stores": per_sm * np.minimum(channels, g.oc) * rows * warps * halves / splits,
+        "fill_words": s.tiles * (g.ic * s.tile_words * s.channel_blocks / g.group) * halves,
+    }
+
+
+def _times(
+    space: _Space, nnz: int, device: Device, precision: Precision
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Predicted microseconds of each tiling, infinite where it cannot fit, and whether the L2 fill binds."""
+    work = _work(space, nnz, device)
+    clock_khz = device.fp32_tflops * 1e9 / (device.sm_count * 256)
+    shared = work["words"] * _SHARED_SHARE * (1 + _FEW_WARPS * np.maximum(0.0, 16 / work["warps"] - 1))
+    compute = shared + work["other"] * _ISSUE_SHARE[precision]
+    compute += work["pushes"] * _PUSH_CYCLES + work["stores"] * _STORE_CYCLES
+    compute *= 1e3 / clock_khz
+    fill = work["fill_words"] * ELEMENT_BYTES[precision] / (1.3 * device.bandwidth_gbs) / 1e3
+    us = work["waves"] * _BLOCK_US + np.maximum(compute, fill)
+    return np.where(work["fits"], us, np.inf), fill > compute
+
+
 def estimate(tiling: Tiling, nnz: int, n: int, device: Device, precision: Precision) -> Estimate:
     """Time from what binds: shared-memory words, L2 fill with halos, other instructions, sums in clusters, waves.
 
     Clock from the fp32 peak (128 lanes an SM); L2 at 1.3 times the device's memory bandwidth, as measured on an H200
     (5.5 TB/s against 4.2). Infinite when the tiling cannot fit the device's shared memory.
     """
-    g, t = tiling.geometry, tiling
-    clock_khz = device.fp32_tflops * 1e9 / (device.sm_count * 256)
-    channel_blocks = len(t.channel_blocks())
-    blocks = t.tile_count(n) * channel_blocks * t.splits
-    stages = t.stages(g.ic // g.group)
-    taps = nnz / (channel_blocks * t.splits)
-    per_slot = taps / (t.channels * stages)
-    # The fullest set keeps the others waiting, stage by stage.
-    spread = 1 + 1.0 / math.sqrt(max(taps / t.sets / stages, 1.0))
-    fits = device.shared_kb_per_block * 1024 // t.shared_bytes(stages, round(1.5 * per_slot) + 4)
-    if fits == 0:
-        return Estimate(math.inf, "shared")
-    resident = max(1, min(_registers(device) // (t.threads * (t.slots * t.rows + 48)), fits, 2048 // t.threads))
-    per_sm = -(-blocks // device.sm_count)
-    busy_warps = min(per_sm, resident) * t.threads / 32
-    words = taps * spread * t.warps * (t.rows * t.conflicts + 0.5)
-    shared = per_sm * words * _SHARED_SHARE * (1 + _FEW_WARPS * max(0.0, 16 / busy_warps - 1))
-    items = t.stage * stages * t.images * t.in_rows * t.in_cols / t.vector * (2 if t.pairs != "none" else 1)
-    decodes = t.channels * stages * t.warps * -(-round(1.3 * per_slot + 0.5) // (32 * t.warps))
-    other = per_sm * (decodes * 25 + items / 32 * 6) / 2 * _ISSUE_SHARE
-    pushes = per_sm * t.channels * t.rows * t.warps * _PUSH_CYCLES if t.splits > 1 else 0.0
-    compute = (shared + other + pushes) / clock_khz * 1e3
-    fill_words = g.ic * t.images * t.in_rows * t.in_cols * channel_blocks / g.group
-    bytes_each = ELEMENT_BYTES[precision] * (2 if t.pairs != "none" else 1)
-    fill = t.tile_count(n) * fill_words * bytes_each / (1.3 * device.bandwidth_gbs) / 1e3
-    waves = -(-per_sm // resident)
-    return Estimate(waves * _BLOCK_US + max(compute, fill), "shared" if compute >= fill else "l2")
+    us, filling = _times(_Space.of([tiling], n), nnz, device, precision)
+    return Estimate(float(us[0]), "shared" if np.isinf(us[0]) or not filling[0] else "l2")
 
 
-def predict(layer: ConvLayer, device: Device, precision: Precision, batch: int) -> Prediction:
+def measured(layer: ConvLayer, device: Device, precision: Precision, batch: int, per_nonzero: int) -> Prediction | None:
+    """`predict` on the devices that it was fitted for (sm_90), when a tiling fits; None elsewhere."""
+    if device.sm != _CLUSTER_SM:
+        return None
+    try:
+        return predict(layer, device, precision, batch, per_nonzero)
+    except UnfitWeightsError:
+        return None
+
+
+def predict(layer: ConvLayer, device: Device, precision: Precision, batch: int, per_nonzero: int = 4) -> Prediction:
     """Predicted time of the layer with the tiling that would be built for the device, never below its memory traffic.
 
-    Raises ValueError for a layer without geometry or zeros.
+    `per_nonzero` is the bytes of the format per nonzero. Raises ValueError for a layer without geometry or zeros,
+    UnfitWeightsError (one too) when no tiling fits.
     """
     g, zeros = layer.geometry, layer.zeros
     if g is None or zeros is None:
         raise ValueError(f"{layer.name}: a time cannot be predicted without its geometry and zeros")
-    _, guess = choose(g, zeros.nnz, device, batch, precision, device.sm >= _CLUSTER_SM)
+    space = _shortlist(g, device, batch, precision, device.sm >= _CLUSTER_SM)
+    times, filling = _times(space, zeros.nnz, device, precision)
+    if not np.isfinite(times).any():
+        raise _unfit(g, device)
+    best = int(np.argmin(times))
+    us = float(times[best])
     activations = batch * (g.ic * g.h * g.w + g.oc * g.oh * g.ow) * ELEMENT_BYTES[precision]
-    memory_us = (activations + 4 * zeros.nnz) / device.bandwidth_gbs / 1e3
+    memory_us = (activations + per_nonzero * zeros.nnz) / device.bandwidth_gbs / 1e3
     return Prediction(
-        us=max(guess.us, memory_us),
-        bound=guess.bound if guess.us >= memory_us else "memory",
+        us=max(us, memory_us),
+        bound="memory" if memory_us > us else "l2" if filling[best] else "shared",
         source="the data-driven kernel's bounds (shared-memory words, L2 fill, waves) at this device's peaks; fitted on an H200",
     )
 
 
-def candidates(geometry: Geometry, device: Device, n: int, precision: Precision, clusters: bool) -> Iterator[Tiling]:
-    """Tilings worth an estimate."""
-    g, registers = geometry, _registers(device)
-    limit = device.shared_kb_per_block * 1024
-    per_oc, per_ic = g.oc // g.group, g.ic // g.group
-    pair_kinds: list[Literal["none", "images", "rows"]] = ["none"]
+_SETS = (4, 6, 8, 9, 10, 11, 12, 14, 15, 16, 18, 19, 20, 22, 24)
+_SLOTS = (1, 2, 3, 4, 6, 8)
+_SPLITS = (1, 2, 4, 8)
+_MAX_WARPS = 24
+_TILE_SHARE = 0.7
+"""Of the device's shared memory, for the stages' inputs: the rest holds weights and sums."""
+
+
+@lru_cache(maxsize=1024)
+def _tilings(g: Geometry, shared_kb: int, registers: int, n: int, precision: Precision, clusters: bool) -> _Space:
+    """All tilings worth an estimate, perhaps none."""
+    pairs: Literal["none", "images", "rows"] = "none"
     if precision == "fp16":
-        pair_kinds = ["images"] if n >= 2 else ["rows"]
-    for pairs in pair_kinds:
-        rows_out = -(-g.oh // 2) if pairs == "rows" else g.oh
-        batch = -(-n // 2) if pairs == "images" else n
-        for images, groups, rows, cols, warps in _pixel_shapes(g, rows_out, batch):
-            for sets in (4, 8, 16):
-                if sets * warps > 16:
-                    continue
-                for slots in (1, 2, 4, 8):
-                    if slots * rows > min(64, registers // (sets * warps * 32) - 64) or (
-                        slots > 1 and sets * (slots // 2) >= per_oc * max(1, g.group)
-                    ):
-                        continue
-                    for splits in (1, 2, 4, 8) if clusters else (1,):
-                        if splits > 1 and (g.group > 1 or per_ic < 8 * splits or sets * slots < splits):
-                            continue
-                        made = Tiling(g, images, groups, rows, cols, warps, sets, slots, splits, 1, pairs)
-                        yield from _staged(made, limit, per_oc, per_ic)
+        pairs = "images" if n >= 2 else "rows"
+    rows_out = -(-g.oh // 2) if pairs == "rows" else g.oh
+    batch = -(-n // 2) if pairs == "images" else n
+    per_oc, per_ic = g.oc // g.group, g.ic // g.group
+    shapes = [Tiling(g, *shape, pairs=pairs) for shape in _pixel_shapes(g, rows_out, batch)]
+    axes = (
+        np.arange(len(shapes)),
+        np.array(_SETS),
+        np.array(_SLOTS),
+        np.array(_SPLITS if clusters else (1,)),
+        np.arange(6),
+    )
+    pixel, sets, slots, splits, cut = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
+
+    def column(values: Iterable[int]) -> Longs:
+        return np.fromiter(values, np.int64, len(shapes))[pixel]  # one value per tiling from one per shape
+
+    rows, warps = column(t.rows for t in shapes), column(t.warps for t in shapes)
+    image_words = column(t.images * t.layout()[1] for t in shapes)
+    channels, threads = sets * slots, sets * warps * 32
+    together = np.minimum(np.maximum(1, channels // per_oc), g.group)
+    range_ic = -(-per_ic * together // splits)
+    # The range at once, in halves or quarters that stay, or in pieces through two buffers.
+    stage = np.select(
+        [cut == 0, cut == 1, cut == 2], [range_ic, -(-range_ic // 2), -(-range_ic // 4)], 2 ** np.maximum(8 - cut, 0)
+    )
+    buffers = np.where(cut == 2, 4, 2)
+    stages = -(-range_ic // stage)
+    tile_bytes = 4 * np.minimum(buffers, stages) * stage * image_words
+    keep = (
+        (sets * warps <= _MAX_WARPS)
+        & (threads * (slots * rows + 64) <= registers)
+        & (slots * rows <= 64)
+        & ((slots == 1) | (sets * (slots // 2) < g.oc))
+        & ((splits == 1) | ((g.group == 1) & (per_ic >= 8 * splits) & (channels >= splits)))
+        & (stage <= range_ic)
+        & ((cut < 3) | (stages > 2))
+        & ((cut != 2) | (stages > 2))
+        & ((stages > 1) | (cut == 0))
+        & (tile_bytes <= _TILE_SHARE * 1024 * shared_kb)
+    )
+    pixel, channels = pixel[keep], channels[keep]
+    blocks = np.where(
+        per_oc >= channels, g.group * -(-per_oc // channels), -(-g.group // np.maximum(1, channels // per_oc))
+    )
+    front = [column(getattr(t, name) for t in shapes) for name in ("images", "groups", "rows", "cols", "warps")]
+    return _Space(
+        g, pairs, np.stack([*front, sets[keep], slots[keep], splits[keep], stage[keep], buffers[keep]], 1), stages[keep],
+        column(t.tile_count(n) for t in shapes), blocks,
+        np.array([t.conflicts for t in shapes])[pixel], column(t.layout()[1] for t in shapes),
+        column(t.images * t.in_rows * t.in_cols for t in shapes), column(t.vector for t in shapes),
+    )  # fmt: skip
 
 
-def _staged(tiling: Tiling, limit: int, per_oc: int, per_ic: int) -> Iterator[Tiling]:
-    """The tiling with stages that fit shared memory with room for weights."""
-    together = max(1, tiling.channels // per_oc)
-    range_ic = -(-min(per_ic * together, tiling.geometry.ic) // tiling.splits)
-    _, image = tiling.layout()
-    sizes = {range_ic, -(-range_ic // 2), -(-range_ic // 4), 32, 16, 8, 4, 2, 1}
-    found = 0
-    for stage in sorted((size for size in sizes if size <= range_ic), reverse=True):
-        buffers = 1 if stage == range_ic else 2
-        if 4 * buffers * stage * tiling.images * image <= limit * 0.7:
-            yield replace(tiling, stage=stage)
-            found += 1
-            if found == 2:
-                return
+_SHORTLISTS: dict[tuple[object, ...], _Space] = {}
+_SHORT = 32
+"""Tilings kept per density: a plan asks for times at many sparsities of every layer."""
+
+
+def _shortlist(geometry: Geometry, device: Device, n: int, precision: Precision, clusters: bool) -> _Space:
+    """The best tilings at each of some densities."""
+    key = (geometry, device.name, device.sm_count, device.shared_kb_per_block, n, precision, clusters)
+    if key not in _SHORTLISTS:
+        space = _space(geometry, device, n, precision, clusters)
+        total = geometry.oc * geometry.ic // geometry.group * geometry.kh * geometry.kw
+        times = [
+            _times(space, round(total * density), device, precision)[0] for density in (1, 0.3, 0.1, 0.04, 0.01, 0)
+        ]
+        best = np.unique(np.concatenate([np.argsort(us, kind="stable")[:_SHORT] for us in times]))
+        _SHORTLISTS[key] = space.only(best)
+    return _SHORTLISTS[key]
+
+
+def _space(geometry: Geometry, device: Device, n: int, precision: Precision, clusters: bool) -> _Space:
+    return _tilings(geometry, device.shared_kb_per_block, _registers(device), n, precision, clusters)
 
 
 def _pixel_shapes(g: Geometry, rows_out: int, batch: int) -> list[tuple[int, int, int, int, int]]:
     """(images, groups, rows, cols, warps) whose lanes are mostly pixels, best first."""
-    found: list[tuple[float, tuple[int, int, int, int, int]]] = []
-    for rows in range(1, 9):
-        if rows > rows_out:
-            break
+    found: dict[tuple[int, int, int, int, int], float] = {}
+    for rows in range(1, min(8, rows_out) + 1):
         groups_out = -(-rows_out // rows)
         for warps in (1, 2, 4):
             lanes = warps * 32
@@ -459,36 +653,36 @@ def _pixel_shapes(g: Geometry, rows_out: int, batch: int) -> list[tuple[int, int
                     continue
                 groups = max(1, min(lanes // cols, groups_out))
                 images = max(1, min(lanes // (cols * groups), batch)) if groups == groups_out and cols == g.ow else 1
-                covered = (
-                    -(-rows_out // (groups * rows))
-                    * groups
-                    * rows
-                    * (-(-g.ow // cols) * cols)
-                    * -(-batch // images)
-                    * images
-                )
-                use = rows_out * g.ow * batch / covered * (images * groups * cols / lanes)
-                worth = use * rows / (rows + 0.75) / warps**0.1
-                found.append((worth, (images, groups, rows, cols, warps)))
-    found.sort(key=lambda item: (-item[0], item[1]))
-    return [shape for _, shape in found[:10]]
+                height, width = -(-rows_out // (groups * rows)) * groups * rows, -(-g.ow // cols) * cols
+                use = rows_out * g.ow * batch / (height * width * -(-batch // images) * images)
+                worth = use * (images * groups * cols / lanes) * rows / (rows + 0.75) / warps**0.1
+                found[images, groups, rows, cols, warps] = worth
+    return sorted(found, key=lambda shape: (-found[shape], shape))[:10]
 
 
 def ranked(
     geometry: Geometry, nnz: int, device: Device, n: int, precision: Precision, clusters: bool
-) -> list[tuple[Tiling, Estimate]]:
-    """All tilings, least predicted time first, those that cannot fit last; UnfitWeightsError when there is none."""
-    made = [(t, estimate(t, nnz, n, device, precision)) for t in candidates(geometry, device, n, precision, clusters)]
-    if not made:
-        raise UnfitWeightsError(f"no tiling of {geometry} fits {device.shared_kb_per_block} KB of shared memory")
-    return sorted(made, key=lambda item: item[1].us)
+) -> Iterator[tuple[Tiling, Estimate]]:
+    """All tilings that may fit, least predicted time first."""
+    space = _space(geometry, device, n, precision, clusters)
+    times, filling = _times(space, nnz, device, precision)
+    for k in np.argsort(times, kind="stable"):
+        if np.isinf(times[k]):
+            return
+        yield space.tiling(int(k)), Estimate(float(times[k]), "l2" if filling[k] else "shared")
 
 
 def choose(
     geometry: Geometry, nnz: int, device: Device, n: int, precision: Precision, clusters: bool
 ) -> tuple[Tiling, Estimate]:
-    """The tiling with the least predicted time."""
-    return ranked(geometry, nnz, device, n, precision, clusters)[0]
+    """The tiling with the least predicted time; UnfitWeightsError when none fits."""
+    for best in ranked(geometry, nnz, device, n, precision, clusters):
+        return best
+    raise _unfit(geometry, device)
+
+
+def _unfit(geometry: Geometry, device: Device) -> UnfitWeightsError:
+    return UnfitWeightsError(f"no tiling of {geometry} fits {device.shared_kb_per_block} KB of shared memory")
 
 
 def _fitting(node: SparseConv, fmt: Format, nonzeros: Nonzeros, device: Device, options: BuildOptions) -> Tiling:
@@ -506,9 +700,17 @@ def _fitting(node: SparseConv, fmt: Format, nonzeros: Nonzeros, device: Device, 
 
 
 def with_code(
-    built: Built, fmt: Format, nonzeros: Nonzeros, device: Device, options: BuildOptions, tiling: Tiling | None = None
+    built: Built,
+    fmt: Format,
+    nonzeros: Nonzeros,
+    device: Device,
+    options: BuildOptions,
+    tiling: Tiling | None = None,
+    scale: float = 1.0,
 ) -> Built:
     """The built node with table, images and plan for the options' architectures; unchanged when they name none.
+
+    `scale` is what sums of the carried weights must be multiplied by.
 
     Where the compiler is missing the node keeps its weights alone and a note says so. Raises AssembleError when a
     compiler refuses the source, UnfitWeightsError when no tiling fits the device.
@@ -518,12 +720,12 @@ def with_code(
     node = built.node
     tiling = tiling or _fitting(node, fmt, nonzeros, device, options)
     table, stages, capacity = make_table(tiling, fmt, nonzeros)
-    text = source(tiling, fmt, node.epilogue, options.precision, stages, capacity)
+    text = source(tiling, fmt, node.epilogue, options.precision, stages, capacity, scale)
     images: list[Image] = []
     record = {**built.record, "ptx_bytes": 0.0, "compile_s": 0.0, "assemble_s": 0.0}
     try:
         for arch in options.archs:
-            made = compile_cuda(text, arch, name="direct.cu")
+            made = compile_cuda(text, arch, name="direct.cu", isa=_isa(tiling, arch))
             images.append(Image(arch, options.precision, "ptx", made.data))
             record["ptx_bytes"] += len(made.data)
             record["compile_s"] += made.seconds
@@ -535,7 +737,8 @@ def with_code(
         return replace(built, notes=(*built.notes, f"{node.layer}: no code, weights alone: {error}"))
     blocks = len(blocks_of_channels(tiling, nonzeros))
     # An older image on a newer device would start early and not wait: overlap only where every image waits.
-    overlap, shared_bytes = min(options.archs) >= _CLUSTER_SM, tiling.shared_bytes(stages, capacity)
-    plan = make_plan(tiling, fmt, node.epilogue, options.precision, blocks, shared_bytes, overlap)
+    overlap = min(options.archs) >= _CLUSTER_SM
+    shared_bytes = tiling.shared_bytes(stages, capacity)
+    plan = make_plan(tiling, fmt, node.epilogue, options.precision, blocks, shared_bytes, device if overlap else None)
     node = replace(node, constants=(*node.constants, table), plan=plan, images=tuple(images))
     return replace(built, node=node, record=record)

@@ -7,10 +7,13 @@ in the geometry, so the words hold for every input size.
 
 Constants (INT32): `words` [nnz], `offsets` [blocks * oc + 1], `bias` [oc] as fp32 bits where there is one. Words of
 block b and output channel o are offsets[b * oc + o] up to offsets[b * oc + o + 1], ascending in (ic, ky, kx). A layer
-without a nonzero carries one zero word, which no offset reaches. Parameters: (block_ic,), input channels per block.
+without a nonzero carries one zero word, which no offset reaches. Parameters: (block_ic,), input channels per block,
+or (block_ic, exponent): words then hold the weights times 2^exponent, and the kernel multiplies its sums by 2^-exponent
+ahead of the bias, which is exact.
 
-Rounding to fp16 (nearest even) changes a weight by at most 2^-11 of its value; weights for which that cannot hold,
-because they overflow or fall below fp16's normal range, are refused.
+Rounding to fp16 (nearest even) changes a weight by at most 2^-11 of its value. Where that does not hold, because weights
+overflow or fall below fp16's normal range, the layer is scaled by the power of two nearest to 1 with which it does; weights
+that no scale serves are refused.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ MAX_BLOCK_IC = 256
 MAX_KERNEL = 15
 MAX_RELATIVE_ERROR = 2.0**-11
 """Of one weight, by rounding to fp16."""
+MAX_EXPONENT = 126
+"""Either way: 2^-exponent is then a normal fp32 value."""
+MAX_SCALED_SUM = 256.0
+"""Of the magnitudes of one output channel's weights scaled up, where sums are fp16: inputs up to 255 cannot overflow them."""
 
 
 def block_channels(geometry: Geometry) -> int:
@@ -46,8 +53,33 @@ def _refuse(layer: str, values: Floats, lost: NDArray[np.bool_], why: str) -> No
     if lost.any():
         raise UnfitWeightsError(
             f"{layer}: {int(lost.sum())} of {values.size} nonzero weights {why}: the largest of them is "
-            f"{np.abs(values[lost]).max():.4g}. packed carries weights as fp16; csr would carry this layer exactly"
+            f"{np.abs(values[lost]).max():.4g}. packed carries weights as fp16 times one power of two, and none serves all of "
+            "this layer's; csr would carry it exactly"
         )
+
+
+def _relative_errors(values: NDArray[np.float64], exponent: int) -> NDArray[np.float64]:
+    """Of each value times 2^exponent by rounding to fp16; infinite where it overflows."""
+    scaled = np.ldexp(values, exponent)
+    with np.errstate(over="ignore"):
+        halves = scaled.astype(np.float16).astype(np.float64)
+    return np.abs(halves - scaled) / np.abs(scaled)
+
+
+def _exponent(weight: Floats, precision: Precision) -> int:
+    """The scale nearest to 2^0 with which every nonzero weight rounds to within 2^-11; 0 when there is none."""
+    values = weight[weight != 0].astype(np.float64)
+    if not values.size or (_relative_errors(values, 0) <= MAX_RELATIVE_ERROR).all():
+        return 0
+    # frexp's exponents are one above the leading bit's: smallest * 2^least >= 2^-14, largest * 2^most < 2^16.
+    smallest, largest = np.frexp([np.abs(values).min(), np.abs(values).max()])[1]
+    least, most = max(-13 - int(smallest), -MAX_EXPONENT), min(16 - int(largest), MAX_EXPONENT)
+    if precision == "fp16":
+        sums = np.abs(weight.astype(np.float64)).sum(axis=(1, 2, 3))
+        most = min(most, max(0, int(np.floor(np.log2(MAX_SCALED_SUM / sums.max())))))
+    nearest = min(max(0, least), most)
+    fits = [k for k in (nearest, nearest - 1) if (_relative_errors(values, k) <= MAX_RELATIVE_ERROR).all()]
+    return fits[0] if fits else 0
 
 
 def _round(layer: str, values: Floats) -> tuple[NDArray[np.float16], NDArray[np.float64]]:
@@ -82,13 +114,17 @@ class _Words:
     def __init__(self, node: SparseConv) -> None:
         g = node.geometry
         words, offsets = nonzeros.arrays_of(node, "packed", ("words", "offsets"))
-        if len(node.parameters) != 1 or not 1 <= node.parameters[0] <= MAX_BLOCK_IC:
-            raise ValueError(f"{node.layer}: parameters {node.parameters}, packed has one: channels per block, 1..256")
-        starts = _starts(g, node.parameters[0])
+        block_ic, exponent = (*node.parameters, 0)[:2] if len(node.parameters) in (1, 2) else (0, 0)
+        if not 1 <= block_ic <= MAX_BLOCK_IC or abs(exponent) > MAX_EXPONENT:
+            raise ValueError(
+                f"{node.layer}: parameters {node.parameters}, packed has channels per block, 1..256, and the scale's "
+                f"exponent, -{MAX_EXPONENT}..{MAX_EXPONENT}"
+            )
+        starts = _starts(g, block_ic)
         row = nonzeros.rows_of(node, offsets, len(starts) * g.oc, words.size)
         bits = words[: row.size].view(np.uint32)
         place = (bits & 0xFFFF).astype(np.int64)
-        self.value = (bits >> 16).astype(np.uint16).view(np.float16)
+        self.value = np.ldexp((bits >> 16).astype(np.uint16).view(np.float16).astype(np.float64), -exponent)
         self.ky, self.kx, in_block = place & 15, place >> 4 & 15, place >> 8
         block, self.oc = np.divmod(row, g.oc)
         self.ic = block * starts.step + in_block
@@ -109,7 +145,7 @@ class Packed:
     quick = True
 
     def automatic(self, device: Device) -> bool:
-        """Always: the throughputs it is predicted from are published, measured or scaled for every device."""
+        """Always: what it is predicted from is measured, published or scaled for every device."""
         return True
 
     def supports(self, layer: ConvLayer, device: Device, precision: Precision) -> Reason | None:
@@ -123,7 +159,9 @@ class Packed:
     def configs(
         self, layer: ConvLayer, device: Device, precision: Precision, batch: int
     ) -> tuple[tuple[Config, Prediction], ...]:
-        """The one configuration, at the device's published throughput."""
+        """The one configuration: by the kernel's bounds on devices they were measured on, else at published throughput."""
+        if measured := direct.measured(layer, device, precision, batch, per_nonzero=4):
+            return (({}, measured),)
         g = layer.geometry
         rows = 0 if g is None else len(_starts(g, block_channels(g))) * g.oc
         carried = nonzeros.Carried(per_nonzero=4, offsets=rows + 1)
@@ -144,7 +182,8 @@ class Packed:
         if max(g.kh, g.kw) > MAX_KERNEL:
             raise ValueError(f"{layer.name}: {g.kh}x{g.kw} kernel, packed words reach 15x15")
         starts = _starts(g, block_channels(g))
-        words, offsets, errors = _pack(layer.name, weight, starts)
+        exponent = _exponent(weight, options.precision)
+        words, offsets, errors = _pack(layer.name, np.ldexp(weight, exponent), starts)
         constants = nonzeros.with_bias((nonzeros.or_dummy(words), offsets), bias)
         rounded, worst = int(np.count_nonzero(errors)), float(errors.max(initial=0.0))
         node = SparseConv(
@@ -154,7 +193,7 @@ class Packed:
             epilogue=layer.epilogue,
             precision=options.precision,
             constants=constants,
-            parameters=(starts.step,),
+            parameters=(starts.step, exponent) if exponent else (starts.step,),
             fixed_hw=False,
         )
         record = {
@@ -163,7 +202,9 @@ class Packed:
             "rounded_weights": rounded,
             "largest_relative_error": worst,
         }
-        return direct.with_code(Built(node, record=record), "packed", self.places(node), device, options)
+        notes = (f"{layer.name}: weights carried times 2^{exponent}, so that fp16 holds each",) if exponent else ()
+        built = Built(node, notes, record)
+        return direct.with_code(built, "packed", self.places(node), device, options, scale=2.0**-exponent)
 
     def places(self, node: SparseConv) -> direct.Nonzeros:
         """Where each nonzero that the node carries belongs; raises ValueError when the node is malformed."""
@@ -176,7 +217,7 @@ class Packed:
         )
 
     def unpack(self, node: SparseConv) -> tuple[Floats, Floats | None]:
-        """The weights as carried (fp16 values in fp32) and the exact bias; ValueError when the node is malformed."""
+        """The weights as carried (fp16 values, unscaled, in fp32) and the exact bias; ValueError when malformed."""
         words = _Words(node)
         weight = np.zeros(node.geometry.weight_shape, np.float32)
         weight[words.oc, words.ic, words.ky, words.kx] = words.value
@@ -194,9 +235,7 @@ class Packed:
             raise ValueError(f"{node.layer}: an input of {g.h}x{g.w} leaves no output")
         channel = words.oc // (g.oc // g.group) * (g.ic // g.group) + words.ic
         sums = np.zeros((len(x), g.oc, g.oh, g.ow))
-        for value, oc, ic, ky, kx in zip(
-            words.value.astype(np.float64), words.oc, channel, words.ky, words.kx, strict=True
-        ):
+        for value, oc, ic, ky, kx in zip(words.value, words.oc, channel, words.ky, words.kx, strict=True):
             sums[:, oc] += value * tap(plane[:, ic], ky, kx, g)
         return nonzeros.finish(node, sums, residual)
 

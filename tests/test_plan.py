@@ -288,7 +288,7 @@ def test_measured_times_are_kept(found: Scan, tmp_path: Path) -> None:
 
 def test_weights_that_fp16_cannot_hold_go_to_csr_or_stay_dense(tmp_path: Path) -> None:
     weight = sparse_weight((16, 16, 3, 3))
-    weight[0, 0, 0, 0] = 1e6
+    weight[0, 0, 0, :2] = 1e6, 1e-6  # no power of two brings both into fp16's range
     path = saved(one_conv(weight, pads=[1] * 4), tmp_path)
     forced = convert(Request(path, NANO, tmp_path / "forced", layers=("conv=packed",)))
     assert choices(forced.plan) == ["csr"]

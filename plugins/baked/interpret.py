@@ -121,6 +121,22 @@ def _merge(parts: list[_Fragment], live: Sequence[int]) -> _Fragment:
     return _Fragment(joined[0], joined[1], joined[2], regs, parts[0].pc, copies, past, own)
 
 
+@dataclass(eq=False)
+class _Barrier:
+    """An mbarrier of one block in its first phase, the only one here."""
+
+    arrivals: int
+    """Still to come."""
+    bytes: int = 0
+    """Expected and not yet stored."""
+    granules: list[Array] = field(default_factory=list)
+    """Of shared memory, stored by st.async: nobody may read them ahead of a wait at the barrier."""
+
+    @property
+    def complete(self) -> bool:
+        return self.arrivals == 0 and self.bytes == 0
+
+
 class _Batch:
     """The state that the blocks of one batch share."""
 
@@ -133,6 +149,8 @@ class _Batch:
         self.arrived = np.zeros(len(blocks) * self.threads, np.int64)
         self.waits = np.zeros(len(blocks) * self.threads, np.int64)
         self.gone = np.zeros(len(blocks) * self.threads, np.bool_)
+        self.barriers: dict[tuple[int, int], _Barrier] = {}
+        """mbarriers by block of the batch and address."""
         self.shared: SharedMemory
         self.params: Array
 
@@ -184,9 +202,14 @@ class _Control:
     """An instruction that moves the program counter or waits."""
 
     def __init__(
-        self, kind: str, guard: Callable[[_Fragment], Array] | None, targets: tuple[int, ...], index: Get | None
+        self,
+        kind: str,
+        guard: Callable[[_Fragment], Array] | None,
+        targets: tuple[int, ...],
+        index: Get | None,
+        then: Do | None = None,
     ) -> None:
-        self.kind, self.guard, self.targets, self.index = kind, guard, targets, index
+        self.kind, self.guard, self.targets, self.index, self.then = kind, guard, targets, index, then
 
 
 class Program:
@@ -369,7 +392,8 @@ def _read_registers(ins: Instruction) -> list[str]:
 
 
 def _writes_nothing(ins: Instruction) -> bool:
-    return ins.opcode.split(".")[0] in ("st", "red", "cp", "brx", "bra", "bar", "barrier")
+    name = ins.opcode.split(".")[0]
+    return name in ("st", "red", "cp", "brx", "bra", "bar", "barrier") or ins.opcode.startswith("mbarrier.init")
 
 
 def _names(operand: Operand) -> list[str]:
@@ -389,7 +413,7 @@ def _liveness(entry: Entry, index: Mapping[str, int]) -> dict[int, list[int]]:
     targets: dict[int, tuple[int, ...]] = {}
     for pc, ins in enumerate(entry.instructions):
         name = ins.opcode.split(".")[0]
-        if name in ("bra", "brx", "ret", "exit", "bar", "barrier"):
+        if name in ("bra", "brx", "ret", "exit", *_WAITS):
             leaders |= {pc, pc + 1}
             targets[pc] = _targets(entry, ins, name, pc)
     order = sorted(leaders)
@@ -409,8 +433,11 @@ def _liveness(entry: Entry, index: Mapping[str, int]) -> dict[int, list[int]]:
     return {pc: _bits(value) for pc, value in live.items()}
 
 
+_WAITS = ("bar", "barrier", "mbarrier")
+
+
 def _targets(entry: Entry, ins: Instruction, name: str, pc: int) -> tuple[int, ...]:
-    goes_on = (pc + 1,) if ins.guard is not None or name in ("bar", "barrier") else ()
+    goes_on = (pc + 1,) if ins.guard is not None or name in _WAITS else ()
     if name == "bra":
         return (entry.labels.get(_sym(ins.operands[0]), pc + 1), *goes_on)
     if name == "brx":
@@ -489,6 +516,11 @@ def _unguarded(batch: _Batch, step: _Control, part: _Fragment) -> int | tuple[Pa
             batch.stamp(part)
             return part.pc + 1
         return [], [part]
+    if step.kind == "mbarrier":
+        if _arrived(batch, step, part).all():
+            _pass_mbarrier(batch, step, part)
+            return part.pc + 1
+        return [], [part]
     batch.waits[part.lanes] += 1
     if (batch.arrived[part.lanes] < batch.waits[part.lanes]).any():
         raise AccessError("waits at a cluster barrier without having arrived")
@@ -525,6 +557,35 @@ def _pass_cluster(batch: _Batch, part: _Fragment) -> None:
     batch.stamp(part)
 
 
+def _barrier(batch: _Batch, block: int, address: int) -> _Barrier:
+    found = batch.barriers.get((block, address))
+    if found is None:
+        raise AccessError(f"uses byte {address} of shared memory as an mbarrier, which nothing made one")
+    return found
+
+
+def _awaited(step: _Control, part: _Fragment) -> Array:
+    """Rows of (block, address of the mbarrier), one per thread."""
+    assert step.index is not None
+    return np.stack([part.block, _lanes(step.index(part), part).astype(np.int64)], 1)
+
+
+def _arrived(batch: _Batch, step: _Control, part: _Fragment) -> Array:
+    """For each thread, whether the mbarrier that it waits at is complete."""
+    which, back = np.unique(_awaited(step, part), axis=0, return_inverse=True)
+    return np.array([_barrier(batch, *map(int, one)).complete for one in which])[back.reshape(-1)]
+
+
+def _pass_mbarrier(batch: _Batch, step: _Control, part: _Fragment) -> None:
+    for one in np.unique(_awaited(step, part), axis=0):
+        passed = _barrier(batch, *map(int, one))
+        for granule in passed.granules:  # tag 0 is past for everybody
+            batch.shared.finish_copy([granule], np.zeros(len(granule), np.uint64))
+        passed.granules = []
+    assert step.then is not None
+    step.then(batch, part)
+
+
 def _release(batch: _Batch, program: Program, waiting: Parts) -> tuple[Parts, Parts]:
     """Let go what waits for a barrier that all have reached."""
     bars = [part for part in waiting if _kind(program, part) == "bar"]
@@ -537,14 +598,20 @@ def _release(batch: _Batch, program: Program, waiting: Parts) -> tuple[Parts, Pa
         batch.shared.pass_barrier(np.nonzero(complete)[0])
     kept: Parts = []
     for part in waiting:
-        is_bar = _kind(program, part) == "bar"
-        ready = complete[part.block] if is_bar else _cluster_ready(batch, part)
+        step = program.steps[part.pc]
+        assert isinstance(step, _Control)
+        if step.kind == "bar":
+            ready = complete[part.block]
+        else:
+            ready = _arrived(batch, step, part) if step.kind == "mbarrier" else _cluster_ready(batch, part)
         if not ready.all():
             kept.append(part if not ready.any() else _take(program, part, ~ready, part.pc))
         if ready.any():
             free = part if ready.all() else _take(program, part, ready, part.pc)
-            if is_bar:
+            if step.kind == "bar":
                 batch.stamp(free)
+            elif step.kind == "mbarrier":
+                _pass_mbarrier(batch, step, free)
             else:
                 _pass_cluster(batch, free)
             free.pc += 1
@@ -602,6 +669,12 @@ class _Decoder:
             return None
         if name == "barrier" and "cluster" in ins.opcode:
             return _Control("cluster", guard, (), None) if ".wait" in ins.opcode else None
+        if name == "mbarrier" and ".try_wait.parity" in ins.opcode:
+            if not _is_zero(ins.operands[2]):
+                raise NotImplementedError("only the first phase")
+            true = np.bool_(True)
+            then = self.write(ins.operands[0], "pred", lambda f: np.full(len(f.lanes), true), ins)
+            return _Control("mbarrier", guard, (), self.address(ins.operands[1]), then)
         if name in ("bar", "barrier"):
             if ".sync" not in ins.opcode or len(ins.operands) != 1 or not _is_zero(ins.operands[0]):
                 raise NotImplementedError("only barrier 0 of the whole block")
@@ -738,6 +811,29 @@ class _Decoder:
         if mods != ["b32"]:
             raise NotImplementedError("only the default mode")
         return self.simple(ins, "b32", _prmt)
+
+    def op_shfl(self, ins: Instruction, mods: list[str]) -> Do:
+        """Butterflies over whole warps; a warp that is not together here is an error."""
+        target, source, distance, clamp, mask = ins.operands
+        whole = (
+            isinstance(clamp, Imm)
+            and clamp.value == 31
+            and isinstance(mask, Imm)
+            and mask.value & 0xFFFFFFFF == 0xFFFFFFFF
+        )
+        if mods != ["sync", "bfly", "b32"] or not whole or not isinstance(distance, Imm) or not 0 < distance.value < 32:
+            raise NotImplementedError("only a butterfly over a whole warp")
+        get, step = self.read(source, "b32"), distance.value
+
+        def exchange(f: _Fragment) -> Array:
+            order = np.argsort(f.lanes, kind="stable")
+            lanes = f.lanes[order]
+            at = np.minimum(np.searchsorted(lanes, f.lanes ^ step), len(lanes) - 1)
+            if (lanes[at] != f.lanes ^ step).any() or (f.lanes % 32 != f.thread % 32).any():
+                raise AccessError("shfl.sync where not all threads of a warp are")
+            return np.asarray(get(f)[order][at])
+
+        return self.write(target, "b32", exchange, ins)
 
     # -- arithmetic
 
@@ -1064,12 +1160,64 @@ class _Decoder:
 
         return run
 
+    def op_mbarrier(self, ins: Instruction, mods: list[str]) -> Do:
+        """Init with a count of arrivals; an arrival that announces bytes."""
+        guard = self.guard(ins)
+        if mods == ["init", "shared::cta", "b64"]:
+            where, number, start = self.address(ins.operands[0]), self.read(ins.operands[1], "u32"), True
+        elif mods == ["arrive", "expect_tx", "shared::cta", "b64"] and _sym(ins.operands[0]) == "_":
+            where, number, start = self.address(ins.operands[1]), self.read(ins.operands[2], "u32"), False
+        else:
+            raise NotImplementedError("this form of mbarrier")
+
+        def run(batch: _Batch, f: _Fragment) -> None:
+            which = np.arange(len(f.lanes)) if guard is None else np.nonzero(guard(f))[0]
+            address, given = _lanes(where(f), f)[which], _lanes(number(f), f)[which]
+            batch.shared.place(f.block[which], address, 8)
+            for block, at, value in zip(f.block[which], address, given, strict=True):
+                if start:
+                    batch.barriers[int(block), int(at)] = _Barrier(int(value))
+                    continue
+                barrier = _barrier(batch, int(block), int(at))
+                barrier.arrivals -= 1
+                barrier.bytes += int(value)
+
+        return run
+
+    def store_async(self, ins: Instruction, mods: list[str], count: int, sources: Sequence[Operand]) -> Do:
+        """st.async: unreadable until its mbarrier, in the same block as the data, was waited at."""
+        if mods[-1] not in ("b32", "u32", "f32", "s32") or "shared::cluster" not in mods or len(ins.operands) != 3:
+            raise NotImplementedError("this form of st.async")
+        gets = [self.narrow(source, 4) for source in sources]
+        get, where, guard = self.address(ins.operands[0]), self.address(ins.operands[2]), self.guard(ins)
+
+        def run(batch: _Batch, f: _Fragment) -> None:
+            which = np.arange(len(f.lanes)) if guard is None else np.nonzero(guard(f))[0]
+            if not len(which):
+                return
+            values = [_lanes(value(f), f)[which] for value in gets]
+            at, past, own = _shared_place(batch, f, which, get(f)[which], 4 * count, True)
+            granules = batch.shared.start_copy(at, 4 * count, values, past, own)
+            to = _lanes(where(f), f)[which]
+            blocks, addresses = _shared_block(batch, f.block[which], to)
+            if not np.array_equal(blocks, _shared_block(batch, f.block[which], get(f)[which])[0]):
+                raise AccessError("stores to another block than its mbarrier's")
+            for one in np.unique(np.stack([blocks, addresses.astype(np.int64)], 1), axis=0):
+                mine = (blocks == one[0]) & (addresses.astype(np.int64) == one[1])
+                barrier = _barrier(batch, int(one[0]), int(one[1]))
+                barrier.bytes -= 4 * count * int(mine.sum())
+                barrier.granules += [granule[mine] for granule in granules]
+
+        return run
+
     def op_st(self, ins: Instruction, mods: list[str]) -> Do:
         kind = mods[-1]
         count = next((int(mod[1]) for mod in mods if mod in ("v2", "v4")), 1)
         sources = ins.operands[1].items if isinstance(ins.operands[1], Vec) else (ins.operands[1],)
         if len(sources) != count:
             raise NotImplementedError("a vector of another length than the type says")
+        if mods[0] == "async":
+            return self.store_async(ins, mods, count, sources)
         if not any(mod.startswith(("global", "shared")) for mod in _spaces(mods)):
             raise NotImplementedError("a generic address")
         size = TYPE_BYTES[kind]
@@ -1269,18 +1417,23 @@ def _shared_place(
     block, past, own = f.block, f.past, f.own
     if which is not None:
         block, past, own = block[which], past[which], own[which]
-    rank = address >> np.uint64(_CLUSTER_RANK_SHIFT)
-    if remote and rank.any():
-        address = address & np.uint64((1 << _CLUSTER_RANK_SHIFT) - 1)
-        if int(rank.max()) > batch.cluster:
-            raise AccessError(f"names block {int(rank.max()) - 1} of a cluster of {batch.cluster}")
-        there = np.where(rank > 0, block // batch.cluster * batch.cluster + rank.astype(np.int64) - 1, block)
+    if remote and (address >> np.uint64(_CLUSTER_RANK_SHIFT)).any():
+        there, address = _shared_block(batch, block, address)
         far = there != block
         lanes = own & np.uint64((1 << 24) - 1)
         past = np.where(far, batch.shared.cluster_stamp(there), past)
         own = np.where(far, batch.shared.remote_tag(there) | lanes, own)
         block = there
     return batch.shared.place(block, address, size), past, own
+
+
+def _shared_block(batch: _Batch, block: Array, address: Array) -> tuple[Array, Array]:
+    """Block of the batch and address in its own shared memory, of addresses in the cluster's."""
+    rank = address >> np.uint64(_CLUSTER_RANK_SHIFT)
+    if int(rank.max()) > batch.cluster:
+        raise AccessError(f"names block {int(rank.max()) - 1} of a cluster of {batch.cluster}")
+    there = np.where(rank > 0, block // batch.cluster * batch.cluster + rank.astype(np.int64) - 1, block)
+    return there, address & np.uint64((1 << _CLUSTER_RANK_SHIFT) - 1)
 
 
 def _wait_group(keep: int | None) -> Do:

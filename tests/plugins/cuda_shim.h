@@ -61,7 +61,7 @@ static inline unsigned fma_pair(unsigned a, unsigned b, unsigned c) {
 
 // Runs `body` as every thread of every block; blocks one after another, their shared memory filled with NaN before each.
 template <typename Body>
-static void shim_grid(int grid_x, int grid_y, int threads, int shared_bytes, Body body) {
+static void shim_grid(const int* grid, int threads, int shared_bytes, Body body) {
   std::vector<unsigned char> memory(shared_bytes + 16);
   shim_memory = memory.data() + (16 - (uintptr_t)memory.data() % 16) % 16;
   std::barrier<> barrier(threads);
@@ -70,14 +70,15 @@ static void shim_grid(int grid_x, int grid_y, int threads, int shared_bytes, Bod
   for (int t = 0; t < threads; ++t)
     team.emplace_back([=, &barrier] {
       threadIdx = {t, 0, 0};
-      for (int by = 0; by < grid_y; ++by)
-        for (int bx = 0; bx < grid_x; ++bx) {
-          if (t == 0) std::memset(shim_memory, 0xff, shared_bytes);
-          barrier.arrive_and_wait();
-          blockIdx = {bx, by, 0};
-          body();
-          barrier.arrive_and_wait();
-        }
+      for (int bz = 0; bz < grid[2]; ++bz)
+        for (int by = 0; by < grid[1]; ++by)
+          for (int bx = 0; bx < grid[0]; ++bx) {
+            if (t == 0) std::memset(shim_memory, 0xff, shared_bytes);
+            barrier.arrive_and_wait();
+            blockIdx = {bx, by, bz};
+            body();
+            barrier.arrive_and_wait();
+          }
     });
   for (auto& one : team) one.join();
 }

@@ -27,8 +27,8 @@ from sparsedeploy.plugins.reference import conv2d
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 SHIM = Path(__file__).with_name("cuda_shim.h")
 TAIL = """
-extern "C" void shim_run(int grid_x, int grid_y, int shared_bytes, void** a, int n, int h, int w) {
-  shim_grid(grid_x, grid_y, THREADS, shared_bytes, [=] {
+extern "C" void shim_run(const int* grid, int shared_bytes, void** a, int n, int h, int w) {
+  shim_grid(grid, THREADS, shared_bytes, [=] {
     int k = 0;
     const element* x = (const element*)a[k++];
     element* y = (element*)a[k++];
@@ -91,7 +91,9 @@ def run_on_cpu(name: str, case: Case, precision: Precision, tiling: Tiling, fold
         arrays.append(constants[-1])
     pointers = (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
     blocks = direct.blocks_of_channels(tiling, places)
-    library.shim_run(tiling.tile_count(n), len(blocks), tiling.shared_bytes(stages, capacity), pointers, n, g.h, g.w)
+    sizes = {"N": n, "OH": g.oh, "OW": g.ow}
+    grid = (ctypes.c_int * 3)(*[size.value(sizes) for size in tiling.grid(len(blocks))])
+    library.shim_run(grid, tiling.shared_bytes(stages, capacity), pointers, n, g.h, g.w)
     return y.astype(np.float64)
 
 
