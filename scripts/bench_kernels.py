@@ -180,7 +180,11 @@ def make(job: Job) -> Made:
     reason = kernel.supports(layer, device, job.precision)
     if reason is not None:
         return Made(None, {}, why=reason.text)
-    ranked = kernel.configs(layer, device, job.precision, job.case.n)
+    # What was measured to win comes first, whatever others promise.
+    ranked = sorted(
+        kernel.configs(layer, device, job.precision, job.case.n),
+        key=lambda entry: not entry[1].source.startswith("measured"),
+    )
     if job.rank >= len(ranked):
         return Made(None, {})
     config, prediction = ranked[job.rank]

@@ -32,7 +32,7 @@ class Row(Record):
     precision: Precision
     config: dict[str, int]
     rank: int
-    """0 is what the kernel would choose by itself."""
+    """0 is the kernel's choice: what its table of measured winners has, else what it predicts fastest."""
     error: float
     """Relative L2 against float64."""
     worst: float
