@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -558,8 +558,7 @@ def bench(
         out=out, compare=compare, fail_if=tuple(fail_if or ()), anyway=anyway, sweep=sweep, shapes=_shapes(shape),
         layers=tuple(layer or ()), as_json=as_json,
     )  # fmt: skip
-    with _progress(as_json) as tell:
-        said = bench_command.run(asked, tell)
+    said = bench_command.run(asked, _stages(as_json))
     if as_json:
         sys.stdout.write(said.record.to_json())
     else:
@@ -810,6 +809,14 @@ def _progress(quiet: bool) -> Iterator[Any]:
         return
     with console.status("starting") as status:
         yield lambda stage: status.update(escape(stage))
+
+
+def _stages(quiet: bool) -> Callable[[str], None]:
+    """As _progress, a line a stage: a spinner's thread would wake up in the middle of what is being timed."""
+    console = Console(stderr=True, highlight=False)
+    if quiet or not console.is_terminal:
+        return lambda stage: None
+    return lambda stage: console.print(escape(stage), style="dim")
 
 
 def _console() -> Console:

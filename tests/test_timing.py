@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,21 @@ def test_each_session_gets_its_own_inputs() -> None:
         ("a", "upload xa"),
         ("b", "upload xb"),
     }
+
+
+def test_no_garbage_is_collected_while_measuring() -> None:
+    machine, seen = Machine(), []
+    session = Fixed(machine, "a", 50)
+    measure({"a": session}, FEEDS, Schedule(0.01, 0.0, 2), machine.clock, lambda: seen.append(gc.isenabled()))
+    assert seen == [False, False]
+    assert gc.isenabled()
+
+    def broken() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        measure({"a": session}, FEEDS, Schedule(0.01, 0.0, 2), machine.clock, broken)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("bad", [(1.0, 0.1, 1), (0.0, 0.1, 20), (1.0, -1.0, 20), (float("nan"), 0.1, 20)])
