@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
@@ -9,7 +12,7 @@ from onnx import TensorProto, helper
 from sparsedeploy.converters.graph import attribute
 from sparsedeploy.errors import InputError
 from sparsedeploy.models.networks import build
-from sparsedeploy.models.shapes import LISTS, Work, work
+from sparsedeploy.models.shapes import LISTS, Work, pruned_weight, real_work, work
 
 
 def convolutions(name: str, kernel: int) -> set[tuple[int, int, int, int]]:
@@ -111,3 +114,43 @@ def test_names_are_unique_and_selectable() -> None:
     assert [entry.name for entry in work("resnet50_3x3/64*", "small/map1*")] == ["64@56", "map1", "map1_1x1"]
     with pytest.raises(InputError, match="resnet50_3x3"):
         work("resnet51")
+
+
+def test_pruned_weights_are_exact_in_fp16_and_as_sparse_as_asked() -> None:
+    for entry in work("small/group2", "small/1x1", "resnet50_3x3/64@56"):
+        weight = pruned_weight(entry.geometry, 0.9)
+        assert weight.shape == entry.geometry.weight_shape
+        assert weight.dtype == np.float32
+        assert np.count_nonzero(weight) == weight.size - round(0.9 * weight.size)
+        assert np.array_equal(weight, weight.astype(np.float16))
+        assert np.array_equal(weight, pruned_weight(entry.geometry, 0.9))
+
+
+def test_trained_filters_are_read_from_a_folder(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    array = np.where(rng.random((64, 64, 3, 3)) < 0.1, rng.standard_normal((64, 64, 3, 3)), 0).astype(np.float32)
+    np.savez(
+        tmp_path / "resnet50_3x3_90.npz",
+        bg1__64x64x3x3__s90=array,
+        bg2__8x8x3x3__s90=array[:8, :8],
+        bg3__8x8x3x3__s90=array[:8, :8],
+    )
+    np.savez(
+        tmp_path / "mobilenetv1_1x1_90.npz",
+        **dict.fromkeys(
+            ("pw00_bias__16", *(f"pw{k:02}__16x8__s90" for k in (0, 1, 2, 3, 4, 5, 6, 11))), array[:16, :8, 0, 0]
+        ),
+    )
+    found = {entry.name: (entry, weight) for entry, weight in real_work(tmp_path)}
+    entry, weight = found["resnet50_3x3_90 bg1 64@56"]
+    assert np.array_equal(weight, array.astype(np.float16))
+    assert entry.geometry.weight_shape == weight.shape
+    assert entry.sparsities == (round(1 - np.count_nonzero(weight) / weight.size, 4),)
+    entry, weight = found["mobilenetv1_1x1_90 pw00 8-16@112"]
+    assert weight.shape == entry.geometry.weight_shape == (16, 8, 1, 1)
+    assert len(found) == 3 + 8
+
+
+def test_a_folder_without_filters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none of the files resnet50_3x3_90\.npz"):
+        real_work(tmp_path)
