@@ -156,6 +156,8 @@ def read_feeds(path: Path, bindings: tuple[Binding, ...]) -> dict[str, NDArray[A
     Floats are cast to the model's type. Raises InputError on any mismatch.
     """
     try:
+        if path.is_file() and not path.read_bytes()[:6].startswith((b"PK", b"\x93NUMPY")):
+            raise ValueError("it begins like no such file")  # numpy would speak of pickles
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
             arrays: dict[str, NDArray[Any]] = {bindings[0].name: loaded} if len(bindings) == 1 else {}
