@@ -88,9 +88,8 @@ def real_work(folder: Path) -> tuple[tuple[Work, NDArray[np.float32]], ...]:
         title = f"{file} {start} {ic}-{oc}@{side}" if oc != ic else f"{file} {start} {oc}@{side}"
         found.append((Work(title, square(oc, ic, kernel, side), (1, 32), (round(sparsity, 4),)), weight))
     if not found:
-        raise InputError(
-            f"{folder}: none of the files {', '.join(dict.fromkeys(file for file, _, _ in _REAL))} is there."
-        )
+        names = ", ".join(dict.fromkeys(f"{file}.npz" for file, _, _ in _REAL))
+        raise InputError(f"{folder}: none of the files {names} is there. Name the folder that holds them.")
     return tuple(found)
 
 
