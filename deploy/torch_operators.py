@@ -144,7 +144,7 @@ def _dropout(call: Call) -> Function:
 @_operator("Div")
 def _div(call: Call) -> Function:
     if call.x().is_floating_point():
-        return torch.div
+        return lambda a, b: torch.div(a, b)
     return lambda a, b: torch.div(a, b, rounding_mode="trunc")
 
 
@@ -199,7 +199,7 @@ def _gelu(call: Call) -> Function:
 def _hard_sigmoid(call: Call) -> Function:
     alpha, beta = float(call.attr("alpha", 0.2)), float(call.attr("beta", 0.5))
     if abs(alpha - 1 / 6) < 1e-7 and beta == 0.5:
-        return functional.hardsigmoid
+        return lambda x: functional.hardsigmoid(x)
     return lambda x: (x * alpha + beta).clamp_(0.0, 1.0)
 
 
@@ -447,7 +447,7 @@ def _gemm(call: Call) -> Function:
 
 @_operator("MatMul")
 def _matmul(call: Call) -> Function:
-    return torch.matmul
+    return lambda a, b: torch.matmul(a, b)
 
 
 _REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {

@@ -24,17 +24,9 @@ from sparsedeploy.plugins.kernel import Floats
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.runtime import Arithmetic, Feeds, Session
 from sparsedeploy.stage import Timed
-from sparsedeploy.torch_runner import (
-    Program,
-    TorchRunner,
-    TorchSession,
-    _Builder,
-    _marked,
-    _settings,
-    _with_frees,
-    captured,
-    load_torch,
-)
+from sparsedeploy.torch_forms import captured, settings
+from sparsedeploy.torch_program import Builder, Program, with_events, with_frees
+from sparsedeploy.torch_runner import TorchRunner, TorchSession, load_torch
 
 _WARM_REPLAYS = 10
 _IMAGES = 8
@@ -163,7 +155,7 @@ class TorchStage:
 
     def _runner(self, node: SparseConv) -> host.Runner:
         if id(node) not in self._loaded:  # the node is held, so that its id stays its own
-            torch.zeros(1, device="cuda")  # PyTorch makes the primary context with its own flags
+            _ready()
             self._loaded[id(node)] = (node, host.Runner(node))
         return self._loaded[id(node)][1]
 
@@ -177,7 +169,7 @@ class TorchStage:
         units += [unit for unit in plain if unit.output in sparse]
         rng = torch.Generator().manual_seed(0)
         feeds = {binding.name: owner._example(binding, self.shapes[binding.name], rng) for binding in owner.inputs}
-        with _settings(owner.arithmetic):
+        with settings(owner.arithmetic):
             return _Mixing(owner, "nchw", sparse=sparse).build(feeds, units)
 
     def _operands(self, unit: ConvUnit) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -189,8 +181,8 @@ class TorchStage:
         }
         base = self._base
         last = max([at for at, step in enumerate(base.steps) if set(step.outputs) & set(wanted)], default=-1)
-        steps = _with_frees(base.steps[: last + 1], wanted)
-        with _settings(self.mixed.arithmetic):
+        steps = with_frees(base.steps[: last + 1], wanted)
+        with settings(self.mixed.arithmetic):
             values = Program(steps, base.constants, base.inputs, tuple(wanted), base.layout)(inputs)
         return values[unit.x].contiguous(), values[unit.residual].contiguous() if unit.residual else None
 
@@ -201,7 +193,7 @@ class TorchStage:
 
 
 @dataclass
-class _Mixing(_Builder):
+class _Mixing(Builder):
     """Makes a program in which units are run by nodes where there is one for their output."""
 
     sparse: Mapping[str, host.Runner] = field(default_factory=dict)
@@ -228,6 +220,10 @@ class _Mixing(_Builder):
         self.fresh.add(unit.output)
 
 
+def _ready() -> None:
+    torch.zeros(1, device="cuda")  # PyTorch makes the primary context with its own flags
+
+
 def _step_samples(runner: TorchRunner, session: TorchSession, replays: int) -> tuple[NDArray[np.float64], float]:
     """Microseconds [replays, steps] of every step of the session's program, from events inside a CUDA graph; and the median
     of the same graph with an event at its head and end alone.
@@ -235,14 +231,14 @@ def _step_samples(runner: TorchRunner, session: TorchSession, replays: int) -> t
     program, stream, inputs = session.program, session._cuda, session._inputs
     events = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(len(program.steps) + 1)]
     ends = [torch.cuda.Event(enable_timing=True, external=True) for _ in range(2)]
-    with _settings(runner.arithmetic), torch.cuda.stream(stream):
+    with settings(runner.arithmetic), torch.cuda.stream(stream):
 
         def bare() -> None:
             ends[0].record(stream)
             program(inputs)
             ends[1].record(stream)
 
-        marked = _marked(program, events, stream)
+        marked = with_events(program, events, stream)
         marked(inputs)
         stream.synchronize()
         plain, _ = captured(bare)

@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("reverify",),
     ("cuda_stream", "max_pool"),
     ("torch_operators",),
-    ("runtime", "torch_runner", "onnxruntime_runner", "engine_runner"),
+    ("runtime", "torch_forms", "torch_program", "torch_runner", "onnxruntime_runner", "engine_runner"),
     ("images",),
     ("run",),
     ("doctor",),
@@ -62,7 +62,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FOLDERS = {"deploy": "sparsedeploy", "plugins": "sparsedeploy.plugins", "converters": "sparsedeploy.converters"}
 ONLY = {
-    "torch": {"converters/torch_model.py", "deploy/torch_operators.py", "deploy/torch_runner.py", "deploy/torch_stage.py"},
+    "torch": {
+        "converters/torch_model.py",
+        "deploy/torch_operators.py",
+        "deploy/torch_runner.py",
+        "deploy/torch_stage.py",
+        "deploy/torch_forms.py",
+        "deploy/torch_program.py",
+    },
     "tensorrt": {"deploy/engine.py"},
     "tensorrt_rtx_bindings": {"deploy/engine.py"},
     "cuda": {"plugins/host.py"},

@@ -21,7 +21,8 @@ from sparsedeploy.verify import run_file
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from sparsedeploy.torch_runner import TorchRunner, _settings, load_torch  # noqa: E402
+from sparsedeploy.torch_forms import PRECISIONS, pool_by, settings  # noqa: E402
+from sparsedeploy.torch_runner import TorchRunner, load_torch  # noqa: E402
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(3)
@@ -369,7 +370,7 @@ def test_a_gpu_that_is_not_there_is_refused(bundle: Path) -> None:
 
 def _interrupted(arithmetic: Any) -> None:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    with _settings(arithmetic):
+    with settings(arithmetic):
         assert (cudnn.allow_tf32, matmul.allow_tf32) == (arithmetic == "tf32",) * 2
         assert cudnn.benchmark
         raise KeyError
@@ -476,7 +477,6 @@ def test_arrays_on_the_device_are_read_where_they_lie(bundle: Path, library: str
 def test_our_max_pool(attributes: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     from sparsedeploy.max_pool import Pool, max_pool
     from sparsedeploy.torch_operators import Call, build, window
-    from sparsedeploy.torch_runner import _PRECISIONS, _ours
 
     x = torch.randn(2, 5, 23, 17, device="cuda", dtype=getattr(torch, dtype))
     x[1, 2, 7, 7] = float("nan")
@@ -491,9 +491,9 @@ def test_our_max_pool(attributes: dict[str, Any], dtype: str, tmp_path: Path) ->
         (w.pads[0][0], w.pads[1][0]),
         tuple(w.dilations),
     )
-    made = max_pool(pool, _PRECISIONS[x.dtype])
+    made = max_pool(pool, PRECISIONS[x.dtype])
     assert made is not None
-    got = _ours(made, tuple(expected.shape))(x)
+    got = pool_by(made, tuple(expected.shape))(x)
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
     made.close()
