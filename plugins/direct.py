@@ -404,11 +404,14 @@ def _registers(device: Device) -> int:
     return 32768 if device.sm == 53 else 65536
 
 
+_COLUMNS = ("images", "groups", "rows", "cols", "warps", "sets", "slots", "splits", "stage", "buffers")
+
+
 @dataclass(frozen=True)
 class _Space:
     """Tilings of one geometry and batch as columns, one entry per tiling: what does not depend on the nonzeros.
 
-    Columns of `shape` are in the order of Tiling's fields from `images` to `stage`, then `buffers`.
+    Columns of `shape` are _COLUMNS.
     """
 
     geometry: Geometry
@@ -430,18 +433,15 @@ class _Space:
 
     def tiling(self, k: int) -> Tiling:
         """The k-th tiling."""
-        *front, buffers = (int(value) for value in self.shape[k])
-        return Tiling(self.geometry, *front, self.pairs, buffers)
+        values = dict(zip(_COLUMNS, (int(value) for value in self.shape[k]), strict=True))
+        return Tiling(self.geometry, pairs=self.pairs, **values)
 
     @classmethod
     def of(cls, tilings: Sequence[Tiling], n: int) -> _Space:
         """The columns of tilings that differ neither in geometry nor in pairs."""
         first = tilings[0]
         g = first.geometry
-        shape = [
-            (t.images, t.groups, t.rows, t.cols, t.warps, t.sets, t.slots, t.splits, t.stage, t.buffers)
-            for t in tilings
-        ]
+        shape = [[getattr(t, name) for name in _COLUMNS] for t in tilings]
 
         def column(values: Iterable[int]) -> Longs:
             return np.fromiter(values, np.int64, len(tilings))
@@ -579,7 +579,8 @@ def _tilings(g: Geometry, shared_kb: int, registers: int, n: int, precision: Pre
     pixel, sets, slots, splits, cut = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
 
     def column(values: Iterable[int]) -> Longs:
-        return np.fromiter(values, np.int64, len(shapes))[pixel]  # one value per tiling from one per shape
+        each: Longs = np.fromiter(values, np.int64, len(shapes))[pixel]  # one value per tiling from one per shape
+        return each
 
     rows, warps = column(t.rows for t in shapes), column(t.warps for t in shapes)
     image_words = column(t.images * t.layout()[1] for t in shapes)
@@ -609,7 +610,7 @@ def _tilings(g: Geometry, shared_kb: int, registers: int, n: int, precision: Pre
     blocks = np.where(
         per_oc >= channels, g.group * -(-per_oc // channels), -(-g.group // np.maximum(1, channels // per_oc))
     )
-    front = [column(getattr(t, name) for t in shapes) for name in ("images", "groups", "rows", "cols", "warps")]
+    front = [column(getattr(t, name) for t in shapes) for name in _COLUMNS[:5]]
     return _Space(
         g, pairs, np.stack([*front, sets[keep], slots[keep], splits[keep], stage[keep], buffers[keep]], 1), stages[keep],
         column(t.tile_count(n) for t in shapes), blocks,

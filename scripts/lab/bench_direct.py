@@ -1,6 +1,6 @@
 """The data-driven kernels on a GPU: checked against float64, then timed by graph replay beside cuDNN in the same run.
 
-    python scripts/lab/bench_direct.py prepare FOLDER [--top K] [--only TEXT]
+    python scripts/lab/bench_direct.py prepare FOLDER [--top K] [--only TEXT] [--baselines]
     python scripts/lab/bench_direct.py run FOLDER --out results.json [--cudnn] [--only TEXT] [--launches N]
 
 `prepare` needs the compiler wheels and no GPU; `run` needs sparsedeploy, torch and a driver, and no compiler.
@@ -15,16 +15,18 @@ import pickle
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sparsedeploy.devices import find
-from sparsedeploy.layer import ConvLayer, Epilogue, Geometry, Precision
+from sparsedeploy.layer import ConvLayer, Geometry, Precision
 from sparsedeploy.plugins import direct
-from sparsedeploy.plugins.assemble import compile_cuda
+from sparsedeploy.plugins.assemble import assemble, compile_cuda
 from sparsedeploy.plugins.csr import CSR
 from sparsedeploy.plugins.kernel import BuildOptions, Built
 from sparsedeploy.plugins.launch import Arg, Launch, Variant, const, var
@@ -64,42 +66,44 @@ def layer_for(g: Geometry) -> ConvLayer:
 
 
 def images_of(text: str, precision: Precision, name: str) -> tuple[Image, ...]:
-    """The source as PTX for sm_90: the driver assembles it."""
-    return (Image(90, precision, "ptx", compile_cuda(text, 90, name=name).data),)
+    """The source as a cubin for sm_90."""
+    return (Image(90, precision, "cubin", compile_cuda(text, 90, kind="cubin", name=name).data),)
+
+
+def described(tiling: direct.Tiling, stages: int) -> str:
+    """A tiling in one line."""
+    t = tiling
+    return (
+        f"i{t.images} g{t.groups} r{t.rows} c{t.cols} w{t.warps} sets{t.sets} slots{t.slots} k{t.splits} "
+        f"st{t.stage}x{stages} b{t.buffers} {t.pairs}"
+    )
 
 
 def direct_works(g: Geometry, w: Any, sparsity: float, n: int, precision: Precision, top: int) -> list[Work]:
     """The best tilings by prediction, each of another shape of block."""
     device, options = find("h200"), BuildOptions(precision, n, (90,))
-    nnz = int(np.count_nonzero(w))
-    guesses = [
-        (direct.estimate(t, nnz, n, device, precision), t) for t in direct.candidates(g, device, n, precision, True)
-    ]
-    guesses.sort(key=lambda item: item[0].us)
     bare = PACKED.build(layer_for(g), w, None, device, {}, replace(options, archs=())).node
-    works: list[Work] = []
-    seen: set[tuple[int, ...]] = set()
-    for guess, tiling in guesses:
-        kind = (tiling.rows, tiling.warps, tiling.splits, tiling.sets, tiling.slots, tiling.stages(g.ic))
-        if kind in seen:
+    places = PACKED.places(bare)
+    chosen: dict[tuple[int, ...], tuple[direct.Tiling, float]] = {}
+    for tiling, guess in direct.ranked(g, int(np.count_nonzero(w)), device, n, precision, True):
+        kind = (tiling.rows, tiling.warps, tiling.splits, tiling.sets, tiling.slots)
+        if kind in chosen or tiling.shared_bytes(1, 2) > 1024 * device.shared_kb_per_block:
             continue
-        seen.add(kind)
-        built = direct.with_code(Built(bare), "packed", PACKED.places(bare), device, options, tiling)
-        _, stages, capacity = direct.make_table(tiling, "packed", PACKED.places(bare))
-        text = direct.source(tiling, "packed", Epilogue(), precision, stages, capacity)
-        node = replace(built.node, images=images_of(text, precision, "direct.cu"))
-        shape = f"i{tiling.images} g{tiling.groups} r{tiling.rows} c{tiling.cols} w{tiling.warps} sets{tiling.sets} slots{tiling.slots} k{tiling.splits} st{tiling.stage}x{stages} {tiling.pairs}"
-        works.append(Work(f"direct_{precision}", node, n, sparsity, guess.us, shape))
-        if len(works) == 1 and sparsity == 0.9:  # the same without overlapping launches, to know what that gives
-            (variant,) = node.plan
-            alone = replace(variant.ops[0], dependent=False)  # type: ignore[type-var]
-            plan = (replace(variant, ops=(alone,)),)
-            works.append(
-                Work(f"direct_{precision}", replace(node, plan=plan), n, sparsity, guess.us, shape + " no overlap")
-            )
-        if len(works) > top:
+        if tiling.shared_bytes(*direct.make_table(tiling, "packed", places)[1:]) > 1024 * device.shared_kb_per_block:
+            continue
+        chosen[kind] = tiling, guess.us
+        if len(chosen) == top:
             break
-    return works
+
+    def work(item: tuple[direct.Tiling, float]) -> Work:
+        tiling, us = item
+        node = direct.with_code(Built(bare), "packed", places, device, options, tiling).node
+        cubin = Image(90, precision, "cubin", assemble(node.images[0].data, 90).cubin)
+        note = described(tiling, tiling.stages(places.block_ic))
+        return Work(f"direct_{precision}", replace(node, images=(cubin,)), n, sparsity, us, note)
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(work, chosen.values()))
 
 
 def paper_work(g: Geometry, w: Any, sparsity: float, n: int) -> Work:
@@ -144,25 +148,24 @@ def escoin_work(g: Geometry, w: Any, sparsity: float, n: int) -> Work:
     return Work("escoin", replace(bare, plan=plan, images=images_of(text, "fp32", "escoin.cu")), n, sparsity, 0.0, "")
 
 
-def prepare(folder: Path, top: int, only: str) -> None:
-    """Write the work list."""
+def prepare(folder: Path, top: int, only: str, baselines: bool) -> None:
+    """Write the work list, most important first."""
     folder.mkdir(parents=True, exist_ok=True)
     works: list[Work] = []
-    for channels, size in SHAPES:
-        g = Geometry(oc=channels, ic=channels, kh=3, kw=3, h=size, w=size, pads=(1, 1, 1, 1))
-        for sparsity in (0.9, 0.95, 0.98):
-            w = pruned(g, sparsity)
-            for n in (1, 32):
-                label = f"{channels}@{size} N={n} {sparsity}"
-                if only and only not in f"{label};":
-                    continue
-                started = time.perf_counter()
-                count = top if sparsity == 0.9 else max(1, top // 3)
-                for precision in ("fp32", "fp16"):
-                    works += direct_works(g, w, sparsity, n, precision, count)  # type: ignore[arg-type]
-                if sparsity == 0.9:
-                    works += [paper_work(g, w, sparsity, n), escoin_work(g, w, sparsity, n)]
-                print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
+    kinds = [(sparsity, n) for batches in ((1, 32), (8,)) for sparsity in (0.9, 0.95, 0.98) for n in batches]
+    for sparsity, n in kinds:
+        for channels, size in SHAPES:
+            g = Geometry(oc=channels, ic=channels, kh=3, kw=3, h=size, w=size, pads=(1, 1, 1, 1))
+            label = f"{channels}@{size} N={n} {sparsity}"
+            if only and only not in f"{label};":
+                continue
+            w, started = pruned(g, sparsity), time.perf_counter()
+            count = top if sparsity == 0.9 and n != 8 else max(1, top // 2)
+            for precision in ("fp32", "fp16"):
+                works += direct_works(g, w, sparsity, n, precision, count)  # type: ignore[arg-type]
+            if sparsity == 0.9 and baselines:
+                works += [paper_work(g, w, sparsity, n), escoin_work(g, w, sparsity, n)]
+            print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
     path = folder / "works.pickle.gz"
     path.write_bytes(gzip.compress(pickle.dumps(works)))
     print(f"{len(works)} works, {path.stat().st_size / 1e6:.1f} MB")
@@ -179,7 +182,8 @@ def time_us(call: Callable[[], object], launches: int, repeats: int = 7) -> tupl
     with torch.cuda.graph(graph):
         for _ in range(launches):
             call()
-    graph.replay()
+    for _ in range(3):
+        graph.replay()
     torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
@@ -215,37 +219,48 @@ def dense_us(g: Geometry, n: int) -> dict[str, float]:
     return result
 
 
+@lru_cache(maxsize=1)
+def reference(g: Geometry, n: int, precision: Precision, sparsity: float) -> tuple[Any, Any]:
+    """Input and float64 output for the pruned weights of `prepare`."""
+    import torch
+    from torch.nn.functional import conv2d
+
+    torch.manual_seed(g.ic + n)
+    kind = torch.float32 if precision == "fp32" else torch.float16
+    x = torch.randn(n, g.ic, g.h, g.w, device="cuda").to(kind)
+    weight = torch.from_numpy(pruned(g, sparsity)).cuda().double()
+    return x, conv2d(x.double(), weight, padding=g.pads[0], stride=g.stride)
+
+
 def measure(work: Work, launches: int) -> dict[str, Any]:
     """Check, then time."""
     import torch
-    from torch.nn.functional import conv2d
 
     from sparsedeploy.plugins.host import Runner
 
     g, node = work.node.geometry, work.node
-    kind = torch.float32 if node.precision == "fp32" else torch.float16
-    torch.manual_seed(hash((g.ic, work.n)) % 1000)
-    x = torch.randn(work.n, g.ic, g.h, g.w, device="cuda").to(kind)
-    kernel = CSR if node.kernel == "csr" else PACKED
-    bare = replace(node, plan=(), images=(), constants=node.constants[: 2 if kernel is PACKED else 3])
-    weight = torch.from_numpy(kernel.unpack(bare)[0]).cuda().double()
-    expected = conv2d(x.double(), weight, padding=g.pads[0], stride=g.stride)
-    y = torch.full(expected.shape, float("nan"), device="cuda", dtype=kind)
+    x, expected = reference(g, work.n, node.precision, work.sparsity)
+    y = torch.full(expected.shape, float("nan"), device="cuda", dtype=x.dtype)
     runner = Runner(node)
     runner.reserve(work.n, node.precision)
     runner.run(x, out=y)
     torch.cuda.synchronize()
     error = float(((y.double() - expected).norm() / expected.norm()).item())
-    again = torch.empty_like(y)
+    again = torch.full_like(y, float("nan"))
     runner.run(x, out=again)
     torch.cuda.synchronize()
     row = {
         "kernel": work.name, "layer": f"{g.ic}@{g.h}", "n": work.n, "sparsity": work.sparsity, "note": work.note,
         "error": error, "repeats": bool((y == again).all().item()), "predicted_us": work.predicted_us,
     }  # fmt: skip
-    if not error < TOLERANCE[node.precision] or not row["repeats"]:
-        return {**row, "us": None}
-    row["us"], row["spread_us"] = time_us(lambda: runner.run(x, out=y, stream=torch.cuda.current_stream()), launches)
+    if error < TOLERANCE[node.precision] and row["repeats"]:
+        stream = torch.cuda.current_stream
+        row["us"], row["spread_us"] = time_us(lambda: runner.run(x, out=y, stream=stream()), launches)
+        if not (y == again).all().item():
+            row |= {"us": None, "repeats": False}
+    else:
+        row["us"] = None
+    runner.close()
     return row
 
 
@@ -292,9 +307,10 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--cudnn", action="store_true")
     parser.add_argument("--launches", type=int, default=20)
+    parser.add_argument("--baselines", action="store_true", help="prepare the paper's kernel and Escoin too")
     options = parser.parse_args()
     if options.action == "prepare":
-        prepare(options.folder, options.top, options.only)
+        prepare(options.folder, options.top, options.only, options.baselines)
         return 0
     return run(options.folder, options.out, options.cudnn, options.only, options.launches)
 
