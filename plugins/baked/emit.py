@@ -22,7 +22,7 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
                mul.wide.u32 mul.wide.s32 add.s64 shl.b32 selp.b32
   predicates   setp.lt.u32  setp.lt.and.u32 %p, a, b, %q
   control      bra ret bar.sync 0
-  global       ld.global.{b16,u16,b32,v2.b32,v4.b32,f32}  st.global.{b16,f32}       addresses [%reg+imm]; u16 goes to a .b32 register
+  global       ld.global.{b16,u16,b32,v2.b32,v4.b32,f32}  st.global.{b16,b32,f32}       addresses [%reg+imm]; u16 goes to a .b32 register
   shared       ld.shared.{b16,b32,f32}  st.shared.{u16,b32,v2.b32,v4.b32}             addresses [%reg+imm]
   async        cp.async.ca.shared.global (4, 8 bytes)  cp.async.cg.shared.global (16 bytes), with a source size of 0 for
                padding: [%to+imm], [%from+imm], BYTES, %size    cp.async.commit_group
@@ -32,13 +32,14 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
                st.shared::cluster.{f32,b32}            (sm_90 and later; the cluster lies along x, rank = ctaid.x % cluster)
   floats       fma.rn.f32 add.f32 mul.f32 max.f32 min.f32 (immediates `0fXXXXXXXX`)
   halves       fma.rn.f16x2 (weight: %w, both halves equal)  mov.b32 {%h,%h} <-> %r  cvt.f32.f16 cvt.rn.f16.f32
-               prmt.b32
+               prmt.b32    shfl.sync.bfly.b32 %r, %r, 1, 31, -1
 
 Modes (in the entry's comment):
   f32  fp32 storage, fp32 sums.
   hf   fp16 storage, fp32 sums: ld.shared.b16 then cvt.f32.f16.
   h2   fp16 storage, half2 sums. A word is a pair: two images (pair=image: 2i and 2i+1) or two rows of one image
-       (pair=row: output row y and y + half, half = ceil(oh / 2)). Low half first.
+       (pair=row: output row y and y + half, half = ceil(oh / 2)). Low half first. Where rows allow it, neighbouring
+       threads swap halves ahead of storing: the even one stores both low halves, the odd one both high halves.
 
 Markers and conventions that make the weights recoverable from the text alone:
   `// baked 1 ic=.. oc=.. kh=.. kw=.. stride=sh,sw dilation=dh,dw pads=t,l,b,r h=.. w=.. group=..`   once, after .address_size
@@ -202,7 +203,7 @@ class _Writer:
             f".reg .b32 %r<16>; .reg .b32 %u<{3 * s.slots + 1}>;",
             f".reg .b64 %q<8>; .reg .b64 %g<{s.slots}>; .reg .b64 %z<{s.slots}>;",
             f".reg .pred %p<8>; .reg .pred %k<{s.slots}>; .reg .pred %l<{s.slots}>; .reg .pred %m<{s.slots}>; .reg .pred %s<{s.rows}>; .reg .pred %t<{s.rows}>;",
-            ".reg .b32 %b; .reg .b32 %n; .reg .b64 %y; .reg .b64 %e;",
+            f".reg .b32 %b; .reg .b32 %n; .reg .b64 %y; .reg .b64 %e; .reg .b32 %x; .reg .pred %c<{s.rows}>;",
         ]
         return [*head, *body, "}"]
 
@@ -379,6 +380,17 @@ class _Writer:
         self.op(f"mul.wide.u32 %q3, %r7, {g.oc * self.plane_out * size}", "add.s64 %e, %e, %q3", "add.s64 %y, %q1, %e")
         if self.epilogue.residual != "none" and s.combine != "planes":
             self.op("ld.param.u64 %q2, [residual]", "cvta.to.global.u64 %q2, %q2", "add.s64 %q2, %q2, %e")
+        if s.exchanges:
+            self._swap_places()
+
+    def _swap_places(self) -> None:
+        """%x: which halves a thread keeps; %y: where they go; %c{j}: whether row j is stored."""
+        s = self.s
+        self.op("rem.u32 %r9, %r1, 2", "setp.lt.u32 %p2, %r9, 1", "selp.b32 %x, 0x5410, 0x3276, %p2")
+        self.op(f"selp.b32 %r9, 0, {self._pair_distance() - 2}, %p2", "mul.wide.u32 %q3, %r9, 1", "add.s64 %y, %y, %q3")
+        for j in range(s.rows):
+            self.op(f"selp.b32 %r9, 1, 0, %s{j}", f"selp.b32 %r10, 1, 0, %t{j}", "selp.b32 %r9, %r9, %r10, %p2")
+            self.op(f"setp.lt.u32 %c{j}, 0, %r9")
 
     # ---- one piece ----
     def _piece(self, piece: Piece) -> None:
@@ -584,6 +596,9 @@ class _Writer:
         if s.mode != "h2":
             self._finish_one(source, (oc * g.oh + j) * g.ow * s.global_bytes, f"%s{j}")
             return
+        if _plain(self.epilogue) and s.exchanges:
+            self._store_swapped(oc, j, source)
+            return
         self.op(f"mov.b32 {{%h0, %h1}}, {source}")
         if _plain(self.epilogue):
             base, second = self._pair_places(oc, j)
@@ -592,15 +607,30 @@ class _Writer:
         self.op("cvt.f32.f16 %o2, %h0", "cvt.f32.f16 %o3, %h1")
         self._finish_pair(oc, j)
 
+    def _pair_distance(self) -> int:
+        """Bytes of the output between both halves of a pair."""
+        return self.g.oc * self.plane_out * 2 if self.s.pair == "image" else self.s.half_rows * self.g.ow * 2
+
     def _pair_places(self, oc: int, j: int) -> tuple[int, int]:
-        s, g = self.s, self.g
-        base = (oc * g.oh + j) * g.ow * s.global_bytes
-        return base, base + (g.oc * self.plane_out * 2 if s.pair == "image" else s.half_rows * g.ow * 2)
+        base = (oc * self.g.oh + j) * self.g.ow * self.s.global_bytes
+        return base, base + self._pair_distance()
+
+    def _store_swapped(self, oc: int, j: int, source: str) -> None:
+        self.op(f"shfl.sync.bfly.b32 %r7, {source}, 1, 31, -1", f"prmt.b32 %r7, {source}, %r7, %x")
+        self.op(f"@%c{j} st.global.b32 [%y+{self._pair_places(oc, j)[0]}], %r7")
 
     def _finish_pair(self, oc: int, j: int) -> None:
+        """Epilogue and store of %o2 and %o3."""
         base, second = self._pair_places(oc, j)
-        self._finish_one("%o2", base, f"%s{j}")
-        self._finish_one("%o3", second, f"%t{j}")
+        if not self.s.exchanges:
+            self._finish_one("%o2", base, f"%s{j}")
+            self._finish_one("%o3", second, f"%t{j}")
+            return
+        for half, source, offset, guard in (("%h0", "%o2", base, f"%s{j}"), ("%h1", "%o3", second, f"%t{j}")):
+            self.op(*_after(self.epilogue, source, f"[%q2+{offset}]", guard, 2))
+            self.op(f"cvt.rn.f16.f32 {half}, {_result(self.epilogue, source)}")
+        self.op("mov.b32 %r10, {%h0, %h1}")
+        self._store_swapped(oc, j, "%r10")
 
     def _finish_one(self, source: str, offset: int, guard: str) -> None:
         s, e = self.s, self.epilogue

@@ -164,6 +164,12 @@ class Schedule:
         """Bytes of a pixel (or pair of pixels) in shared memory."""
         return 2 if self.mode == "hf" else 4
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether neighbouring threads swap halves, so that each stores two pixels of one image (or row) at once."""
+        even = all(size % 2 == 0 for size in (self.strip, self.geometry.ow, self.pixels))
+        return self.mode == "h2" and self.combine != "planes" and even
+
     # ---- input rows of a tile ----
     @cached_property
     def image_rows(self) -> int:
