@@ -136,19 +136,18 @@ def _known_profile(path: Path | None, device: Device) -> DeviceProfile | None:
 
 def _original(out: Path, manifest: bundle.Manifest, model: Path | None, folder: Path) -> tuple[Path, tuple[str, ...]]:
     """The model that was converted: the one given, the one beside the bundle, or else the bundle's own dense model."""
-    beside = out.resolve().parent / manifest.model
-    for path in (model, beside):
-        if path is not None and path.is_file():
-            if file_hash(path) == manifest.model_hash:
-                return path, ()
-            if model is not None and path == model:
-                raise InputError(
-                    f"--model {model}: is not the file this bundle was made of (its SHA-256 differs). Convert it again."
-                )
     if model is not None:
-        raise InputError(f"--model {model}: no such file. Give the file that was converted, {manifest.model}.")
+        if not model.is_file():
+            raise InputError(f"--model {model}: no such file. Give the file that was converted, {manifest.model}.")
+        if file_hash(model) != manifest.model_hash:
+            raise InputError(
+                f"--model {model}: is not the file this bundle was made of (its SHA-256 differs). Convert it again."
+            )
+        return model, ()
+    beside = out.resolve().parent / manifest.model
+    if beside.is_file() and file_hash(beside) == manifest.model_hash:
+        return beside, ()
     # The bundle is replaced while it is read: its dense model must lie elsewhere.
-    dense = folder / manifest.model
     for name in (bundle.DENSE_MODEL, f"{bundle.DENSE_MODEL}.data"):
         if (out / name).is_file():
             shutil.copyfile(out / name, folder / name)
