@@ -555,11 +555,12 @@ _SETS = (4, 6, 8, 9, 10, 11, 12, 14, 15, 16, 18, 19, 20, 22, 24)
 _SLOTS = (1, 2, 3, 4, 6, 8)
 _SPLITS = (1, 2, 4, 8)
 _MAX_WARPS = 24
+_PIXEL_SHAPES = 8
 _TILE_SHARE = 0.7
 """Of the device's shared memory, for the stages' inputs: the rest holds weights and sums."""
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4)
 def _tilings(g: Geometry, shared_kb: int, registers: int, n: int, precision: Precision, clusters: bool) -> _Space:
     """All tilings worth an estimate, perhaps none."""
     pairs: Literal["none", "images", "rows"] = "none"
@@ -630,9 +631,7 @@ def _shortlist(geometry: Geometry, device: Device, n: int, precision: Precision,
     if key not in _SHORTLISTS:
         space = _space(geometry, device, n, precision, clusters)
         total = geometry.oc * geometry.ic // geometry.group * geometry.kh * geometry.kw
-        times = [
-            _times(space, round(total * density), device, precision)[0] for density in (1, 0.3, 0.1, 0.04, 0.01, 0)
-        ]
+        times = [_times(space, round(total * density), device, precision)[0] for density in (1, 0.3, 0.1, 0.03, 0)]
         best = np.unique(np.concatenate([np.argsort(us, kind="stable")[:_SHORT] for us in times]))
         _SHORTLISTS[key] = space.only(best)
     return _SHORTLISTS[key]
@@ -658,7 +657,7 @@ def _pixel_shapes(g: Geometry, rows_out: int, batch: int) -> list[tuple[int, int
                 use = rows_out * g.ow * batch / (height * width * -(-batch // images) * images)
                 worth = use * (images * groups * cols / lanes) * rows / (rows + 0.75) / warps**0.1
                 found[images, groups, rows, cols, warps] = worth
-    return sorted(found, key=lambda shape: (-found[shape], shape))[:10]
+    return sorted(found, key=lambda shape: (-found[shape], shape))[:_PIXEL_SHAPES]
 
 
 def ranked(
