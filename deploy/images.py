@@ -37,12 +37,11 @@ def load_images(files: Sequence[Path], binding: Binding) -> NDArray[Any]:
     rows = [_picture(file, height, width) for file in files]
     if isinstance(batch, int) and len(rows) == 1:
         rows = rows * batch
-    pixels = np.stack(rows)
+    pixels: NDArray[Any] = np.stack(rows)
     dtype = np.dtype(binding.dtype)
+    scaled = pixels
     if dtype.kind == "f":
         scaled = (pixels.astype(np.float32) / 255 - np.array(MEAN, np.float32)) / np.array(DEVIATION, np.float32)
-    else:
-        scaled = pixels
     return np.ascontiguousarray(scaled if last else scaled.transpose(0, 3, 1, 2)).astype(dtype)
 
 

@@ -230,7 +230,7 @@ def _describe(name: str, value: NDArray[Any]) -> Output:
 def _write(path: Path, results: Mapping[str, NDArray[Any]]) -> None:
     partial = path.with_name(f".{path.stem}.partial.npz")
     try:
-        np.savez(partial, **results)
+        np.savez(partial, **dict[str, Any](results))
         partial.replace(path)
     except OSError as error:
         raise MachineError(

@@ -212,8 +212,7 @@ class TorchRunner:
         return tuple(found)
 
     def _make(self, shapes: dict[str, tuple[int, ...]]) -> Program:
-        known = infer_shapes(self.model, shapes)
-        units = self._pass_biases_on([unit for unit in find_units(self.model, known) if self._is_plain(unit)])
+        units = self.units(shapes)
         rng = torch.Generator().manual_seed(0)
         feeds = {
             binding.name: self._example(binding, shapes[binding.name], rng) for binding in self.inputs
@@ -230,6 +229,12 @@ class TorchRunner:
         said = ", ".join(f"{layout} {us:.1f} us" for layout, us in times.items())
         self.notes += (f"{size}: layout {chosen.layout} ({said})",)
         return chosen
+
+    def units(self, shapes: Mapping[str, tuple[int, ...]]) -> list[ConvUnit]:
+        """The dense convolutions, each with what follows it and runs with it at these input shapes."""
+        with _fixed(self.model, shapes):
+            found = find_units(self.model, infer_shapes(self.model, shapes))
+        return self._pass_biases_on([unit for unit in found if self._is_plain(unit)])
 
     def _pass_biases_on(self, units: Sequence[ConvUnit]) -> list[ConvUnit]:
         """A bias whose sum is only added to another convolution's moves into that one's bias: cuDNN fuses it there, and
@@ -356,6 +361,31 @@ def _binding(value: onnx.ValueInfoProto) -> Binding:
         for at, dim in enumerate(tensor.shape.dim)
     )
     return Binding(value.name, shape, str(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)))
+
+
+@contextmanager
+def _fixed(model: Model, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """The model with its inputs, and the outputs of sparse nodes, at sizes of one session: what is equal then is equal."""
+    graph = model.proto.graph
+    sparse = {node.output[0] for node in graph.node if node.op_type == OP_TYPE}
+    inputs = [value for value in graph.input if value.name in shapes]
+    touched = [*inputs, *(value for value in (*graph.value_info, *graph.output) if value.name in sparse)]
+    before = [onnx.ValueInfoProto.FromString(value.SerializeToString()) for value in touched]
+    sizes: dict[str, int] = {}
+    for value in inputs:
+        for dim, size in zip(value.type.tensor_type.shape.dim, shapes[value.name], strict=True):
+            if dim.dim_param:
+                sizes[dim.dim_param] = size
+            dim.dim_value = size
+    for value in touched:
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    try:
+        yield
+    finally:
+        for value, old in zip(touched, before, strict=True):
+            value.CopyFrom(old)
 
 
 def _check_operators(model: Model) -> None:

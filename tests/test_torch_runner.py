@@ -14,6 +14,8 @@ from onnx import TensorProto, helper, numpy_helper
 from small_models import network, saved, sparse_weight
 
 from sparsedeploy.convert import Request, convert
+from sparsedeploy.converters.load import load
+from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.models.networks import build
@@ -320,6 +322,18 @@ def test_a_sparse_bundle_runs_dense_on_the_cpu_and_says_so(bundle: Path) -> None
     expected = run_file(bundle / "model.dense.onnx", feeds)
     for name, value in runner.run(feeds).items():
         np.testing.assert_allclose(value, expected[name], atol=1e-4 * np.abs(expected[name]).max())
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_dense_layer_between_sparse_ones_keeps_its_addition(tmp_path: Path, batch: int) -> None:
+    choices = ("c1=csr", "c2=dense", "c3=csr")
+    convert(Request(saved(network(), tmp_path), find("h200"), tmp_path / "out", layers=choices))
+    model = load(tmp_path / "out" / "model.sparse.onnx")
+    before = model.proto.SerializeToString()
+    runner = TorchRunner(model, "fp32", torch.device("cpu"), read_nodes(model), ())
+    (unit,) = runner.units({"x": (batch, 16, 8, 8)})
+    assert (unit.conv.name, unit.epilogue.describe(), unit.residual) == ("c2", "add+relu", "x")
+    assert model.proto.SerializeToString() == before
 
 
 def test_a_session_copies_runs_and_copies_back(bundle: Path) -> None:
