@@ -50,10 +50,11 @@ class Tiling:
     splits: int = 1
     chunk: int = 16
     ring: int = 8
-    unroll: int = 2
+    unroll: int = 0
     overlap: int = 1
     held: int = 6
     blocks: int = 1
+    times: int = 0
 
     @property
     def columns(self) -> int:
@@ -123,6 +124,18 @@ class Tiling:
     def pair_out(self) -> bool:
         """Whether two neighbouring outputs are stored in one word."""
         return self.geometry.ow % 2 == 0 and self.tw % 2 == 0
+
+    @property
+    def in_flight(self) -> int:
+        """Tasks of a producer whose loads are in flight at once."""
+        if self.unroll:
+            return self.unroll
+        g, vec = self.geometry, 2 if self.pair else 1
+        whole_x = self.lx == 1 and self.tw >= g.ow and g.pads[1] + g.w <= self.in_cols
+        whole_y = self.ly == 1 and self.th >= g.oh and g.pads[0] + g.h <= self.in_rows
+        tasks = self.chunk * (g.h if whole_y else self.in_rows) * (g.w if whole_x else self.in_cols + vec - 1) // vec
+        each = -(-tasks // (32 * max(self.producers, 1)))
+        return -(-each // -(-each // 8))
 
     @property
     def shared_bytes(self) -> int:
@@ -316,8 +329,8 @@ def definitions(tiling: Tiling, max_steps: int, epilogue: Epilogue) -> str:
         "DW": g.dilation[1], "PT": g.pads[0], "PL": g.pads[1], "H": g.h, "W": g.w, "OH": g.oh, "OW": g.ow,
         "TH": t.th, "TW": t.tw, "LN": t.ln, "LY": t.ly, "LX": t.lx, "GROUPS": t.groups, "RW": t.rw, "CW": t.columns,
         "PY": t.parts[0], "PX": t.parts[1], "PRODUCERS": t.producers, "SPLITS": t.splits, "CHUNK": t.chunk,
-        "RING": t.slots, "UNROLL": t.unroll, "IWP": t.in_cols, "RPC": t.per_channel, "PAIR": int(t.pair),
-        "OVEC": 2 if t.pair_out else 1, "MAX_STEPS": max_steps, "OVERLAP": t.overlap, "HELD": t.held, "MIN_BLOCKS": t.blocks,
+        "RING": t.slots, "UNROLL": t.in_flight, "IWP": t.in_cols, "RPC": t.per_channel, "PAIR": int(t.pair),
+        "OVEC": 2 if t.pair_out else 1, "MAX_STEPS": max_steps, "OVERLAP": t.overlap, "HELD": t.held, "MIN_BLOCKS": t.blocks, "TIMES": t.times,
         "OC_AT": t.oc_blocks * t.splits * t.groups * t.chunks, "BIAS": int(epilogue.bias),
         "ACTIVATION": ("none", "relu", "clip", "leaky_relu").index(epilogue.activation),
         "RESIDUAL": ("none", "before_activation", "after_activation").index(epilogue.residual),
@@ -416,57 +429,65 @@ def tilings(g: Geometry, n: int) -> list[Tiling]:
     t = Tiling(g, 1, 1)
     if n >= 8:
         found = {
-            64: [replace(t, th=4, tw=14, rw=2), replace(t, th=4, tw=14, rw=1, ring=4)],
+            64: [replace(t, th=4, tw=14, rw=2)],
             128: [
+                replace(t, th=4, tw=14, rw=2, times=1),
+                replace(t, th=4, tw=14, rw=1, times=1),
+                replace(t, th=1, tw=28, groups=8, cw=14, times=1),
                 replace(t, th=4, tw=14, rw=2),
                 replace(t, th=4, tw=14, rw=1),
-                replace(t, th=4, tw=14, rw=2, held=4),
-                replace(t, th=4, tw=14, rw=2, unroll=4),
-                replace(t, th=4, tw=14, rw=2, chunk=32),
-                replace(t, th=4, tw=14, rw=2, overlap=0),
+                replace(t, th=4, tw=14, rw=1, chunk=32),
                 replace(t, th=1, tw=28, groups=8),
                 replace(t, th=1, tw=28, groups=8, cw=14),
+                replace(t, th=1, tw=28, groups=8, cw=14, chunk=32),
             ],
             256: [
-                replace(t, th=2, tw=14, groups=8, rw=2, splits=2),
-                replace(t, th=2, tw=14, groups=8, rw=1, splits=2),
-                replace(t, th=1, tw=14, groups=8, chunk=32),
+                replace(t, th=2, tw=14, groups=8, rw=1, splits=2, chunk=32, times=1),
+                replace(t, th=1, tw=14, groups=8, chunk=32, times=1),
                 replace(t, th=2, tw=14, groups=8, rw=2, splits=2, chunk=32),
-                replace(t, th=2, tw=14, groups=8, rw=2, splits=2, overlap=0),
+                replace(t, th=2, tw=14, groups=8, rw=1, splits=2, chunk=32),
+                replace(t, th=1, tw=14, groups=8, chunk=32),
+                replace(t, th=1, tw=14, groups=8, chunk=32, producers=8),
+                replace(t, th=1, tw=14, groups=8, chunk=64),
             ],
             512: [
-                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=7),
-                replace(t, th=7, tw=7, groups=2, rw=1, splits=2, ring=7),
-                replace(t, th=7, tw=7, groups=2, rw=4, splits=2, ring=7, producers=8),
-                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=7, producers=8),
-                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=5, chunk=32),
-                replace(t, th=7, tw=7, groups=4, rw=4, splits=4, ring=7),
+                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=5, chunk=32, producers=8, times=1),
+                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=5, chunk=32, producers=8),
+                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=5, chunk=32, producers=4),
+                replace(t, th=7, tw=7, groups=2, rw=1, splits=2, ring=5, chunk=32, producers=6),
+                replace(t, th=7, tw=7, groups=2, rw=4, splits=2, ring=5, chunk=32, producers=8),
             ],
         }[g.oc]  # fmt: skip
     else:
         t = replace(t, ln=1, ring=14, blocks=2)
         found = {
             64: [
+                replace(t, ly=2, lx=4, th=1, tw=14, groups=2, splits=2, chunk=32, producers=6, times=1),
                 replace(t, ly=2, lx=4, th=1, tw=14, groups=2, splits=2, chunk=32, producers=6),
-                replace(t, ly=2, lx=4, th=1, tw=14, groups=4, splits=4, chunk=16, producers=4),
-                replace(t, ly=2, lx=4, th=1, tw=14, groups=4, splits=4, chunk=16, producers=4, cw=7),
+                replace(t, ly=2, lx=4, th=1, tw=14, groups=2, splits=2, chunk=32, producers=6, cw=7),
+                replace(t, ly=2, lx=4, th=1, tw=14, groups=2, splits=1, chunk=64, producers=6, cw=7),
+                replace(t, ly=8, lx=1, th=1, tw=14, groups=4, splits=1, chunk=64, producers=4, cw=7),
             ],
             128: [
-                replace(t, ly=4, lx=2, th=1, tw=14, groups=2, splits=4, chunk=32, producers=6),
+                replace(t, ly=4, lx=2, th=1, tw=14, groups=2, splits=4, chunk=32, producers=4, cw=7, times=1),
                 replace(t, ly=4, lx=2, th=1, tw=14, groups=2, splits=4, chunk=32, producers=4, cw=7),
-                replace(t, ly=2, lx=4, th=1, tw=7, groups=2, splits=2, chunk=64, producers=6),
-                replace(t, ly=4, lx=2, th=1, tw=14, groups=4, splits=8, chunk=16, producers=4, cw=7),
+                replace(t, ly=4, lx=2, th=1, tw=14, groups=2, splits=4, chunk=32, producers=0, cw=4),
+                replace(t, ly=4, lx=2, th=1, tw=14, groups=4, splits=4, chunk=32, producers=0, cw=7),
+                replace(t, ly=2, lx=4, th=1, tw=7, groups=4, splits=4, chunk=32, producers=4),
             ],
             256: [
-                replace(t, ly=8, lx=1, th=1, tw=14, groups=2, splits=8, chunk=32, producers=6),
-                replace(t, ly=4, lx=2, th=1, tw=7, groups=2, splits=4, chunk=64, producers=6),
-                replace(t, ly=8, lx=1, th=1, tw=14, groups=2, splits=8, chunk=32, producers=4, cw=7),
+                replace(t, ly=4, lx=2, th=1, tw=7, groups=4, splits=8, chunk=32, producers=4, times=1),
                 replace(t, ly=4, lx=2, th=1, tw=7, groups=4, splits=8, chunk=32, producers=4),
+                replace(t, ly=8, lx=1, th=1, tw=14, groups=2, splits=8, chunk=32, producers=4, cw=7),
+                replace(t, ly=8, lx=1, th=1, tw=14, groups=4, splits=8, chunk=32, producers=0, cw=7),
+                replace(t, ly=4, lx=2, th=1, tw=7, groups=2, splits=8, chunk=32, producers=4),
             ],
             512: [
+                replace(t, ly=8, lx=1, th=1, tw=7, groups=4, splits=8, chunk=64, producers=4, times=1),
                 replace(t, ly=8, lx=1, th=1, tw=7, groups=2, splits=8, chunk=64, producers=6),
-                replace(t, ly=8, lx=1, th=1, tw=7, groups=1, splits=4, chunk=128, producers=7),
                 replace(t, ly=8, lx=1, th=1, tw=7, groups=4, splits=8, chunk=64, producers=4),
+                replace(t, ly=8, lx=1, th=1, tw=7, groups=4, splits=8, chunk=64, producers=4, cw=4),
+                replace(t, ly=8, lx=1, th=1, tw=7, groups=2, splits=8, chunk=64, producers=4, cw=4),
             ],
         }[g.oc]  # fmt: skip
     return found
@@ -482,10 +503,13 @@ def make_node(tiling: Tiling, steps: Ints, counts: Ints, images: tuple[Image, ..
     t, g = tiling, tiling.geometry
     gx, gy, _ = t.grid(1)
     args = (Arg("input"), Arg("output"), Arg("constant", 0), Arg("constant", 1), Arg("N"))
+    gx, gy, _ = t.grid(1)
+    if t.times:
+        args = (*args, Arg("workspace", 0))
     launch = Launch("union_conv", (const(gx), const(gy), var("N").ceil_div(t.ln)), (t.threads, 1, 1), args, t.shared_bytes,
                     cluster=t.splits, dependent=bool(t.overlap))  # fmt: skip
     return SparseConv(layer="bench", kernel="union", geometry=g, epilogue=Epilogue(), precision="fp16",
-                      constants=(steps, counts), plan=(Variant("fp16", (launch,)),), images=images)  # fmt: skip
+                      constants=(steps, counts), plan=(Variant("fp16", (launch,), var("N").ceil_div(t.ln) * (gx * gy * 256 * t.times)),), images=images)  # fmt: skip
 
 
 def label_of(t: Tiling) -> str:
@@ -590,6 +614,15 @@ def dense_us(g: Geometry, n: int) -> float:
 _EXPECTED: dict[Any, Any] = {}
 
 
+def summary(marks: NDArray[np.uint32], t: Tiling) -> str:
+    """Clocks since a block's start, mean over blocks."""
+    since = (marks - marks[:, :1]).astype(np.int32).mean(0).round().astype(int)
+    return (
+        f"wait {since[1]} first {since[2]} full {since[3 : 3 + t.chunks].tolist()} filled {since[25 : 24 + t.chunks].tolist()} "
+        f"computed {since[56]} staged {since[57]} stored {since[58]} end {since[59]}"
+    )
+
+
 def measure(
     t: Tiling, n: int, sparsity: float, cubin: bytes, tables: tuple[Ints, Ints, dict[str, float]]
 ) -> dict[str, Any]:
@@ -629,6 +662,10 @@ def measure(
                 f" got {y[i].item()} want {expected[i].item()}; images {where[:, 0].unique()[:10].tolist()} oc {where[:, 1].unique()[:20].tolist()} rows {where[:, 2].unique()[:20].tolist()} cols {where[:, 3].unique()[:20].tolist()}"
             )
         return {**row, "us": None}
+    if t.times:
+        gx, gy, gz = t.grid(n)
+        raw = runner._driver.download(runner._workspace, gx * gy * gz * 256)
+        row["marks"] = summary(np.frombuffer(raw, np.uint32).reshape(-1, 64), t)
     row["us"], row["spread_us"] = time_us(lambda: runner.run(x, out=y, stream=torch.cuda.current_stream()))
     return row
 
@@ -660,6 +697,8 @@ def run(folder: Path, out: Path, only: str, cudnn: bool) -> int:
             bad += row["us"] is None
             shown = f"WRONG {row.get('wrong')}" if row["us"] is None else f"{row['us']:.2f} +-{row['spread_us']:.2f}"
             print(label, shown, row.get("error"), f"regs {registers} spill {spills}", row["tiling"], flush=True)
+            if row.get("marks"):
+                print("   ", row["marks"], flush=True)
             out.write_text(json.dumps({"rows": rows, "dense": dense}, indent=1))
         if cudnn:
             for label in dict.fromkeys(label.rsplit(" ", 1)[0] for label, *_ in jobs if "small" not in label):

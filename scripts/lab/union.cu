@@ -27,12 +27,25 @@ typedef unsigned short u16;
 #define ICB ((IC + SPLITS - 1) / SPLITS)
 #define CHUNKS ((ICB + CHUNK - 1) / CHUNK)
 #define STEP_WORDS 288
+#if TIMES
+#define MARK(k, who) do { if (who) marks[k] = clock(); } while (0)
+#else
+#define MARK(k, who)
+#endif
+#define FIRST_TASKS ((CHUNK * FILL_ROWS * QW + THREADS - 1) / THREADS)
+#define FIRST_UNROLL (FIRST_TASKS < 8 ? FIRST_TASKS : 8)
 #define PP (NPOS | 1)
 #define ROWS (GROUPS * 128)
 #define TILES_X ((OW + LX * TW - 1) / (LX * TW))
+#define TILES_Y ((OH + LY * TH - 1) / (LY * TH))
 #define VEC (PAIR ? 2 : 1)
-#define LEAD (PAIR ? (PL & 1) : 0)
-#define QW ((IW + LEAD + VEC - 1) / VEC)
+// Where one tile has all columns (or rows), those beyond the image are zero once and for all: only the image is copied.
+#define WHOLE_X (TILES_X == 1 && LX == 1 && W % VEC == 0 && PL + W <= IW)
+#define WHOLE_Y (TILES_Y == 1 && LY == 1 && PT + H <= IH)
+#define LEAD (WHOLE_X ? -PL : PAIR ? (PL & 1) : 0)
+#define QW (WHOLE_X ? W / VEC : (IW + LEAD + VEC - 1) / VEC)
+#define FIRST_ROW (WHOLE_Y ? PT : 0)
+#define FILL_ROWS (WHOLE_Y ? H : IH)
 
 DEVICE u32 load_half(const u16* p, bool ok) {
   u16 v;
@@ -63,7 +76,7 @@ DEVICE void mma(float* c, uint4 a, u32 b0, u32 b1) {
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 DEVICE void bar_sync(int id) { asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(THREADS) : "memory"); }
-DEVICE void bar_arrive(int id) { asm volatile("membar.cta; bar.arrive %0, %1;" :: "r"(id), "n"(THREADS) : "memory"); }
+DEVICE void bar_arrive(int id) { asm volatile("fence.acq_rel.cta; bar.arrive %0, %1;" :: "r"(id), "n"(THREADS) : "memory"); }
 DEVICE u32 float_to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 DEVICE float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
 DEVICE float staged(u32 at, int rank) {
@@ -81,12 +94,12 @@ DEVICE float staged(u32 at, int rank) {
 // Rows of 16 bytes for channels c0 .. c1 of the rank's range, by thread t of `threads`; U rows (or pairs of rows) in flight.
 template <int U>
 DEVICE void fill(u32 slot, const u16* x, int images, int iy0, int ix0, int c0, int c1, int t, int threads) {
-  const int tasks = (c1 - c0) * (IH * QW);
+  const int tasks = (c1 - c0) * (FILL_ROWS * QW);
   for (int base = t; base < tasks; base += threads * U) {
     u32 v[U][8];
 #pragma unroll
     for (int u = 0; u < U; u++) {
-      const int task = base + u * threads, c = task / (IH * QW), r = task / QW % IH, q = task % QW;
+      const int task = base + u * threads, c = task / (FILL_ROWS * QW), r = task / QW % FILL_ROWS + FIRST_ROW, q = task % QW;
       const int iy = iy0 + r, ix = ix0 - LEAD + q * VEC;
       const u16* p = x + ((c0 + c) * H + iy) * W + ix;
 #pragma unroll
@@ -99,7 +112,7 @@ DEVICE void fill(u32 slot, const u16* x, int images, int iy0, int ix0, int c0, i
     }
 #pragma unroll
     for (int u = 0; u < U; u++) {
-      const int task = base + u * threads, c = task / (IH * QW), r = task / QW % IH, q = task % QW;
+      const int task = base + u * threads, c = task / (FILL_ROWS * QW), r = task / QW % FILL_ROWS + FIRST_ROW, q = task % QW;
       if (task >= tasks) break;
       const u32 row = slot + (c * RPC + r * IWP) * 16;
 #if PAIR
@@ -114,9 +127,19 @@ DEVICE void fill(u32 slot, const u16* x, int images, int iy0, int ix0, int c0, i
                     __byte_perm(v[u][4], v[u][5], pick), __byte_perm(v[u][6], v[u][7], pick));
       }
 #else
-      store_row(row + q * 16, v[u][0] | v[u][1] << 16, v[u][2] | v[u][3] << 16, v[u][4] | v[u][5] << 16, v[u][6] | v[u][7] << 16);
+      store_row(row + (q - LEAD) * 16, v[u][0] | v[u][1] << 16, v[u][2] | v[u][3] << 16, v[u][4] | v[u][5] << 16, v[u][6] | v[u][7] << 16);
 #endif
     }
+  }
+}
+
+// Zeros where `fill` never writes.
+DEVICE void clear_borders(u32 shared, int t) {
+  if (!WHOLE_X && !WHOLE_Y) return;
+  for (int k = t; k < RING * CHUNK * (IH * IW); k += THREADS) {
+    const int r = k / IW % IH, c = k % IW;
+    if ((WHOLE_X && (c < PL || c >= PL + W)) || (WHOLE_Y && (r < PT || r >= PT + H)))
+      store_row(shared + (k / (IH * IW) * RPC + r * IWP + c) * 16, 0, 0, 0, 0);
   }
 }
 
@@ -142,8 +165,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
 #if BIAS
     const float* __restrict__ bias,
 #endif
-    int n) {
+    int n
+#if TIMES
+    , u32* __restrict__ times
+#endif
+    ) {
   extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ int names[GROUPS * 16];
+#if TIMES
+  u32* const marks = times + ((blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * 64;
+#endif
   const u32 shared = (u32)__cvta_generic_to_shared(smem);
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int rank = blockIdx.x % SPLITS, ocb = blockIdx.x / SPLITS;
@@ -166,13 +197,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
     off = load_offset(at + 256 + lane);
     mine = lane < CHUNKS ? (int)load_offset((const u32*)counts + entry * CHUNKS + lane) : 0;
   }
+  for (int k = tid; k < GROUPS * 16; k += THREADS) names[k] = (int)load_offset((const u32*)counts + OC_AT + ocb * GROUPS * 16 + k);
+  clear_borders(shared, tid);
+  MARK(0, tid == 0);
 #if OVERLAP
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+  MARK(1, tid == 0);
   const u16* xb = x + ((size_t)image * IC + rank * ICB) * (H * W);
   const int iy0 = oy0 * SH - PT, ix0 = ox0 * SW - PL;
-  fill<1>(shared, xb, n - image, iy0, ix0, 0, min(CHUNK, channels), tid, THREADS);
+  fill<FIRST_UNROLL>(shared, xb, n - image, iy0, ix0, 0, min(CHUNK, channels), tid, THREADS);
   __syncthreads();
+  MARK(2, tid == 0);
 
   float acc[P][4];
   if (consumer) {
@@ -182,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
     const u32 from = shared + (row0 * SH * IWP + col0 * SW) * 16;
     for (int c = 0; c < CHUNKS; c++) {
       if (c > 0) bar_sync(1 + c % RING);
+      MARK(3 + c, tid == 0);
       for (int left = __shfl_sync(0xffffffffu, mine, c); left > 0; left--) {
         at += STEP_WORDS;
         const uint4 w0 = a0, w1 = a1;
@@ -213,9 +250,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
       fill<UNROLL>(shared + slot * (CHUNK * RPC * 16), xb, n - image, iy0, ix0, c * CHUNK, min(c * CHUNK + CHUNK, channels),
                    tid - CONSUMERS * 32, PRODUCERS * 32);
       bar_arrive(1 + slot);
+      MARK(24 + c, tid == CONSUMERS * 32);
     }
 #endif
   }
+  MARK(56, tid == 0);
   __syncthreads();                                               // nobody reads the tile any more
 
   if (consumer) {
@@ -230,7 +269,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
 #else
   __syncthreads();
 #endif
+  MARK(57, tid == 0);
   const int first = rank * (ROWS / SPLITS);
+#pragma unroll 4
   for (int t = tid; t < ROWS / SPLITS * (NPOS / OVEC); t += THREADS) {
     const int row = first + t / (NPOS / OVEC), p = t % (NPOS / OVEC) * OVEC;
     float v[OVEC];
@@ -244,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
       for (int s = 1; s < SPLITS; s++) v[k] += part[s];
     }
     const int l = row & 31, i = row >> 5 & 3, j = (l & 3) * 2 + (i & 1);
-    const int oc = (int)load_offset((const u32*)counts + OC_AT + (ocb * GROUPS + (row >> 7)) * 16 + (i >> 1) * 8 + (l >> 2));
+    const int oc = names[(row >> 7) * 16 + (i >> 1) * 8 + (l >> 2)];
     const int img = image + j / (LY * LX), oy = oy0 + j / LX % LY * TH + p / TW, ox = ox0 + j % LX * TW + p % TW;
     if (oc < 0 || img >= n || oy >= OH || ox >= OW) continue;
     const size_t to = (((size_t)img * OC + oc) * OH + oy) * OW + ox;
@@ -270,7 +311,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
     y[to] = (u16)float_to_half(v[0]);
 #endif
   }
+  MARK(58, tid == 0);
 #if SPLITS > 1
   asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
 #endif
+  MARK(59, tid == 0);
 }
