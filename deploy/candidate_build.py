@@ -125,7 +125,7 @@ class Builders:
     def __init__(self, budget_s: float, workers: int | None = None) -> None:
         if not budget_s > 0:
             raise InputError(f"compile budget of {budget_s:g} seconds: it must be positive.")
-        self.budget_s, self.count = budget_s, workers or os.cpu_count() or 1
+        self.budget_s, self.count = budget_s, workers or _cores()
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._all: list[_Worker] = []
 
@@ -177,6 +177,11 @@ class Builders:
             return Made(None, f"ended its compiler process (exit code {worker.process.returncode})", seconds)
         self._idle.put(worker)
         return answer
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Worker:

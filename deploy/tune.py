@@ -221,11 +221,13 @@ def pays(dense: Timed, sparse: Timed) -> bool:
 
 
 def grouped(layers: Sequence[ConvLayer]) -> list[list[ConvLayer]]:
-    """Layers of one geometry whose nonzeros differ by at most SIMILAR_NNZ; each group's first is its middle one."""
-    by_shape: dict[Geometry, list[ConvLayer]] = {}
+    """Layers of one geometry, with or without an addition, whose nonzeros differ by at most SIMILAR_NNZ; each group's first
+    is its middle one. (An addition reads as much as the layer writes: what wins without it may lose with it.)
+    """
+    by_shape: dict[tuple[Geometry, bool], list[ConvLayer]] = {}
     for layer in layers:
         assert layer.geometry is not None
-        by_shape.setdefault(layer.geometry, []).append(layer)
+        by_shape.setdefault((layer.geometry, layer.epilogue.residual != "none"), []).append(layer)
     groups: list[list[ConvLayer]] = []
     for same in by_shape.values():
         started: list[ConvLayer] = []

@@ -216,10 +216,10 @@ def test_a_repeat_that_differs_is_spread() -> None:
 
 
 def test_layers_of_one_shape_and_similar_zeros_share() -> None:
-    like = [layer("a"), layer("b"), layer("c", residual=True)]
-    other = [layer("d", side=7), layer("e", sparsity=0.5)]
+    like = [layer("a"), layer("b"), layer("c")]
+    other = [layer("d", side=7), layer("e", sparsity=0.5), layer("f", residual=True)]
     groups = grouped([*like, *other])
-    assert sorted(sorted(each.name for each in group) for group in groups) == [["a", "b", "c"], ["d"], ["e"]]
+    assert sorted(sorted(each.name for each in group) for group in groups) == [["a", "b", "c"], ["d"], ["e"], ["f"]]
 
 
 @pytest.mark.parametrize(
