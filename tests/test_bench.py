@@ -90,6 +90,24 @@ def test_sparse_is_held_against_the_fastest_dense_of_its_precision(made: Path) -
     assert "against dense tf32, torch" in " ".join(remarks(case))
 
 
+def test_an_fp16_bundle_is_held_against_dense_fp16(tmp_path: Path) -> None:
+    request = Conversion(saved(network(), tmp_path), find("h200"), tmp_path / "out", "fp16", layers=("*=packed",))
+    convert(request)
+    case = measured(tmp_path / "out").cases[0]
+    assert (case.baseline, case.best) == ("dense fp16, torch, graph", "sparse fp16, torch, graph")
+    assert {timing.arithmetic for timing in case.timings} == {"fp16"}
+    assert case.headline.ratio.estimate == pytest.approx(1.5, rel=0.02)
+    assert not any("rounded to fp16" in note for note in case.notes)
+
+
+def test_packed_weights_in_an_fp32_bundle_are_told(tmp_path: Path) -> None:
+    convert(Conversion(saved(network(), tmp_path), find("h200"), tmp_path / "out", layers=("*=packed",)))
+    case = measured(tmp_path / "out").cases[0]
+    assert any(note.startswith("3 of 3 sparse layers (packed) carry their weights rounded") for note in case.notes)
+    assert {output.tolerance for output in case.timing(case.best).outputs} == {1e-2}
+    assert {output.tolerance for output in case.timing(case.baseline).outputs} == {1e-4}
+
+
 def test_the_parts_are_those_of_the_fake_machine(made: Path) -> None:
     """Copies 80 us and 20, launches 120 us and 10, 30 us of gaps without a graph, 2 us to wait: what the clock was moved by is what is reported."""
     case = measured(made, Bench(noise=0.0)).cases[0]
