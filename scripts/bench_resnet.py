@@ -320,7 +320,13 @@ def run(args: argparse.Namespace, command: str) -> None:
     gpu = first_gpu()
     if gpu is None:
         raise SystemExit("bench_resnet: this machine has no NVIDIA GPU that its driver shows. Run it on one.")
-    settings = replace(QUICK, per_kernel=args.per_kernel, compile_s=args.compile_seconds, workers=args.workers)
+    settings = replace(
+        QUICK,
+        per_kernel=args.per_kernel,
+        kernels=tuple(args.kernels),
+        compile_s=args.compile_seconds,
+        workers=args.workers,
+    )
     before = Networks.from_json(args.out.read_bytes(), args.out).rows if args.out.exists() and args.keep else ()
     document = Networks(
         made=datetime.now(timezone.utc).isoformat(timespec="seconds"), commit=args.commit or commit(), command=command,
@@ -457,6 +463,9 @@ def parse() -> argparse.Namespace:
     measured.add_argument("--precisions", nargs="+", default=["fp32", "fp16"], choices=get_args(Precision))
     measured.add_argument("--recipes", nargs="+", default=["uniform"], choices=["uniform", "skewed"])
     measured.add_argument("--sms", type=int, default=0, help="confine everything to so many SMs; 0: all")
+    measured.add_argument(
+        "--kernels", nargs="+", default=["baked", "csr"], help="those to try; packed rounds fp32 weights to fp16"
+    )
     measured.add_argument("--per-kernel", type=int, default=2, help="configurations of each kernel that are tried")
     measured.add_argument("--compile-seconds", type=float, default=60.0, help="what building one candidate may take")
     measured.add_argument("--workers", type=int, help="processes that build; default: one per core")
