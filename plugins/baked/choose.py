@@ -17,6 +17,9 @@ _COMBINES: tuple[Combine, ...] = ("none", "cluster", "planes")
 _SIZES = (64, 96, 128, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768)
 _OVERLAP_US = 12.0
 _REFINED = 32
+_SHARED_CODE = 3000
+"""Nonzeros whose code (some 20 bytes each) stays in an SM's instruction cache: a 1x1 layer of four groups on 56x56 maps,
+whose inputs are too many for L2, took 62 us tile by tile for one group after the other and 50 for all groups."""
 _MAX_CODE = 40_000
 """Instructions of one piece at most: what ptxas still takes in seconds."""
 
@@ -148,6 +151,7 @@ def candidates(
         pair: Pair = "none" if mode != "h2" else "image" if batch > 1 else "row"
         g = geometry if pair == "row" else flatten(geometry)
         base = Schedule(g, mode, pair=pair, use_async=asynchronous, step=0)
+        small = density * g.oc * (g.ic // g.group) * g.kh * g.kw <= _SHARED_CODE
         for rows in (1, 2) if density < 0.06 and g.oh > 1 else (1,):
             for columns in _columns(g):
                 shape = replace(base, rows=rows, columns=columns)
@@ -155,15 +159,19 @@ def candidates(
                 for channels in _channels(g, 96 // rows):
                     for splits in (1, 2, 4, 8) if groups_of(g, channels)[2] >= 64 else (1,):
                         for pixels in _pixels(shape, total):
-                            yield from _shapes(shape, channels, splits, pixels, clusters)
+                            yield from _shapes(shape, channels, splits, pixels, clusters, small)
 
 
-def _shapes(shape: Schedule, channels: int, splits: int, pixels: int, clusters: bool) -> Iterator[Schedule]:
+def _shapes(
+    shape: Schedule, channels: int, splits: int, pixels: int, clusters: bool, small: bool
+) -> Iterator[Schedule]:
+    """`small`: all pieces fit an instruction cache, so neighbours may run different ones and share their inputs."""
     combine: Combine = "none" if splits == 1 else "cluster" if clusters else "planes"
+    shared = small and splits == 1 and groups_of(shape.geometry, channels)[0] > 1
     for blocks in (1, 2, 3):
         s = replace(
             shape, channels=channels, splits=splits, combine=combine, pixels=pixels, min_blocks=blocks,
-            pieces_first=combine == "cluster" and splits >= 4,
+            pieces_first=shared or (combine == "cluster" and splits >= 4),
         )  # fmt: skip
         oc = groups_of(s.geometry, channels)[1]
         if (blocks == 1 or blocks * s.threads <= 1024) and register_cap(s) >= oc * s.rows + (

@@ -31,7 +31,7 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
   cluster      barrier.cluster.arrive.aligned  barrier.cluster.wait.aligned  mapa.shared::cluster.u32 %r, %addr, RANK
                st.shared::cluster.{f32,b32}            (sm_90 and later; the cluster lies along x, rank = ctaid.x % cluster)
   floats       fma.rn.f32 add.f32 mul.f32 max.f32 min.f32 (immediates `0fXXXXXXXX`)
-  halves       fma.rn.f16x2 (weight: %w, both halves equal)  mov.b32 {%h,%h} <-> %r  cvt.f32.f16 cvt.rn.f16.f32
+  halves       add.rn.f16x2  fma.rn.f16x2 (weight: %w, both halves equal)  mov.b32 {%h,%h} <-> %r  cvt.f32.f16 cvt.rn.f16.f32
                prmt.b32    shfl.sync.bfly.b32 %r, %r, 1, 31, -1
 
 Modes (in the entry's comment):
@@ -49,7 +49,10 @@ Markers and conventions that make the weights recoverable from the text alone:
   `// piece g ks ic=LO..HI oc=a,b,c`   at each piece's label; HI exclusive; channels are absolute (of the whole input).
   `// stage ic=LO..HI slot=K`          ahead of each stage's arithmetic.
   `%a{oc * P + j}`   sum of output channel oc (absolute) for the thread's j-th output row, 0 <= j < P.
-       Its only definitions are `mov %a, imm` (the bias in pieces with ks = 0, else 0) and the fma lines.
+       Its only definitions are `mov %a, imm` (the bias in pieces with ks = 0, else 0) and the fma lines. A residual that is
+       added before the activation starts the sum instead, so that all its loads are in flight at once, beside the first
+       inputs': `mov %a, 0`, `@%s ld.global %a, [%q2+IMM]` (h2: two neighbours' words, then swapped by shfl and prmt) and,
+       ahead of the first stage, `add %a, %a, imm` (h2: `mov.b32 %w`, `add.rn.f16x2`): the bias.
   `ld.shared.* %v?, [%b+IMM]` is the only use of %b, and IMM gives the tap: rel = IMM - slot * stage;
        c = rel // plane, r = rel % plane // pitch, x = rel % pitch // element; the input channel is LO + c of the stage,
        the input row is r = j * sh + ky * dh and the column x = kx * dw, relative to the thread's first output pixel.
@@ -157,6 +160,12 @@ class _Writer:
         self.plane_out = self.g.oh * self.g.ow
         self.largest = max(len(piece.oc) for piece in self.pieces)
         self.aliased = entry.schedule.aliased(self.largest)
+        swaps = entry.schedule.mode == "f32" or entry.schedule.exchanges
+        first = epilogue.residual == "before_activation" and entry.schedule.combine != "planes" and swaps
+        self.early = first
+        """Whether the residual starts the sums; `after` is what then follows them."""
+        self.after = epilogue.model_copy(update={"residual": "none"}) if first else epilogue
+        self.unsettled: list[tuple[int, float]] = []
         # Every block of a cluster must meet as many barriers: as many as the piece of fewest stages has.
         fewest = min(-(-(piece.ic[1] - piece.ic[0]) // self.s.stage_channels) for piece in self.pieces)
         wanted = self.s.sync and self.s.asynchronous and self.s.cluster > 1
@@ -228,6 +237,8 @@ class _Writer:
     def _prologue(self) -> None:
         """%r2: the tile's first pixel in its strip; %r3: image of that pixel; %r4: first column; %r5: virtual input row in the image."""
         s, g = self.s, self.g
+        if s.dependent and self.part:
+            self.op("griddepcontrol.launch_dependents")
         self.op("ld.param.u64 %q0, [x]", "ld.param.u64 %q1, [y]", "ld.param.u32 %n, [n]")
         self.op("cvta.to.global.u64 %q0, %q0", "cvta.to.global.u64 %q1, %q1")
         self.op("mov.u32 %r1, %tid.x", "mov.u32 %r2, %ctaid.x", "mov.u32 %r0, %ctaid.y", "mov.u32 %r15, smem")
@@ -256,8 +267,6 @@ class _Writer:
             self.op("griddepcontrol.launch_dependents", "griddepcontrol.wait")
         elif s.dependent and self.part == 0:
             self.op("griddepcontrol.wait", "griddepcontrol.launch_dependents")
-        elif s.dependent:
-            self.op("griddepcontrol.launch_dependents")
 
     def _pieces_first(self) -> None:
         """%r0: piece, %r2: tile, where ctaid.x counts blocks of a cluster fastest, then pieces, then tiles."""
@@ -388,6 +397,8 @@ class _Writer:
         s = self.s
         self.op("rem.u32 %r9, %r1, 2", "setp.lt.u32 %p2, %r9, 1", "selp.b32 %x, 0x5410, 0x3276, %p2")
         self.op(f"selp.b32 %r9, 0, {self._pair_distance() - 2}, %p2", "mul.wide.u32 %q3, %r9, 1", "add.s64 %y, %y, %q3")
+        if self.early:
+            self.op("add.s64 %q2, %q2, %q3")
         for j in range(s.rows):
             self.op(f"selp.b32 %r9, 1, 0, %s{j}", f"selp.b32 %r10, 1, 0, %t{j}", "selp.b32 %r9, %r9, %r10, %p2")
             self.op(f"setp.lt.u32 %c{j}, 0, %r9")
@@ -402,15 +413,12 @@ class _Writer:
         self._start_loads(stages)
         self._clear()
         self._pixel()
-        for oc in piece.oc:
-            bias = float(self.bias[oc]) if self.bias is not None and piece.split == 0 else 0.0
-            for j in range(s.rows):
-                start = pair_literal(bias) if s.mode == "h2" else float_literal(bias)
-                self.op(f"mov.{'b32' if s.mode == 'h2' else 'f32'} %a{oc * s.rows + j}, {start}")
+        self._start_sums(piece)
         if s.asynchronous:
             self._async_stages(stages, members)
         else:
             self._plain_stages(stages, members)
+        self._settle()
         if s.combine == "cluster":
             self._cluster_sum(piece)
         elif s.combine == "planes":
@@ -422,6 +430,38 @@ class _Writer:
         if s.dependent and self.part:
             self.op("griddepcontrol.wait")
         self.op("ret")
+
+    def _start_sums(self, piece: Piece) -> None:
+        s = self.s
+        share = s.share(len(piece.oc))
+        mine = piece.oc[piece.split * share : (piece.split + 1) * share] if s.combine == "cluster" else piece.oc
+        for oc in piece.oc:
+            bias = float(self.bias[oc]) if self.bias is not None and piece.split == 0 else 0.0
+            loaded = self.early and oc in mine
+            start = 0.0 if loaded else bias
+            for j in range(s.rows):
+                a = oc * s.rows + j
+                self.op(
+                    f"mov.b32 %a{a}, {pair_literal(start)}"
+                    if s.mode == "h2"
+                    else f"mov.f32 %a{a}, {float_literal(start)}"
+                )
+                if loaded:
+                    guard, kind = ("%c", "b32") if s.mode == "h2" else ("%s", "f32")
+                    offset = (oc * self.g.oh + j) * self.g.ow * s.global_bytes
+                    self.op(f"@{guard}{j} ld.global.{kind} %a{a}, [%q2+{offset}]")
+                    self.unsettled.append((a, bias))
+
+    def _settle(self) -> None:
+        """What the sums that a residual started still lack: neighbours' halves swapped, the bias."""
+        for a, bias in self.unsettled:
+            if self.s.mode == "h2":
+                self.op(f"shfl.sync.bfly.b32 %r7, %a{a}, 1, 31, -1", f"prmt.b32 %a{a}, %a{a}, %r7, %x")
+                if np.float16(bias) != 0:
+                    self.op(f"mov.b32 %w, {pair_literal(bias)}", f"add.rn.f16x2 %a{a}, %a{a}, %w")
+            elif bias:
+                self.op(f"add.f32 %a{a}, %a{a}, {float_literal(bias)}")
+        self.unsettled = []
 
     def _start_loads(self, stages: Sequence[Sequence[int]]) -> None:
         """First loads ahead of all that does not need them: their latency is a small batch's time."""
@@ -441,6 +481,7 @@ class _Writer:
             )
             if i + s.ring - 1 < len(stages):
                 self._copy_async(stages[i + s.ring - 1], (i + s.ring - 1) % s.ring)
+            self._settle()
             self._arithmetic(stage_channels, i % s.ring, members)
 
     def _copy_async(self, channels: Sequence[int], slot: int) -> None:
@@ -471,6 +512,7 @@ class _Writer:
         for i, stage_channels in enumerate(stages):
             if i + 1 < len(stages):
                 self._fetch(stages[i + 1])
+            self._settle()
             self._arithmetic(stage_channels, i % 2, members)
             if i + 1 < len(stages):
                 self._put(stages[i + 1], (i + 1) % 2)
@@ -596,11 +638,11 @@ class _Writer:
         if s.mode != "h2":
             self._finish_one(source, (oc * g.oh + j) * g.ow * s.global_bytes, f"%s{j}")
             return
-        if _plain(self.epilogue) and s.exchanges:
+        if _plain(self.after) and s.exchanges:
             self._store_swapped(oc, j, source)
             return
         self.op(f"mov.b32 {{%h0, %h1}}, {source}")
-        if _plain(self.epilogue):
+        if _plain(self.after):
             base, second = self._pair_places(oc, j)
             self.op(f"@%s{j} st.global.b16 [%y+{base}], %h0", f"@%t{j} st.global.b16 [%y+{second}], %h1")
             return
@@ -627,13 +669,13 @@ class _Writer:
             self._finish_one("%o3", second, f"%t{j}")
             return
         for half, source, offset, guard in (("%h0", "%o2", base, f"%s{j}"), ("%h1", "%o3", second, f"%t{j}")):
-            self.op(*_after(self.epilogue, source, f"[%q2+{offset}]", guard, 2))
-            self.op(f"cvt.rn.f16.f32 {half}, {_result(self.epilogue, source)}")
+            self.op(*_after(self.after, source, f"[%q2+{offset}]", guard, 2))
+            self.op(f"cvt.rn.f16.f32 {half}, {_result(self.after, source)}")
         self.op("mov.b32 %r10, {%h0, %h1}")
         self._store_swapped(oc, j, "%r10")
 
     def _finish_one(self, source: str, offset: int, guard: str) -> None:
-        s, e = self.s, self.epilogue
+        s, e = self.s, self.after
         self.op(*_after(e, source, f"[%q2+{offset}]", guard, s.global_bytes))
         if s.global_bytes == 4:
             self.op(f"@{guard} st.global.f32 [%y+{offset}], {_result(e, source)}")

@@ -16,7 +16,7 @@ MEASURED_DENSITY = 0.10
 
 
 class Winner(NamedTuple):
-    """The best schedule found for a 3x3 convolution of stride 1 and pads 1 on an H200."""
+    """The best schedule found for a square convolution of stride 1 that keeps the map's size, on an H200."""
 
     oc: int
     ic: int
@@ -26,6 +26,7 @@ class Winner(NamedTuple):
     config: Config
     us: float
     """At the larger end of `batches` for 32, at 1 else."""
+    k: int = 3
 
 
 _FEW, _MANY = (1, 2), (16, 64)
@@ -55,6 +56,17 @@ H200: tuple[Winner, ...] = (
             "channels": 35, "splits": 4, "combine": 1, "mates": 2, "pieces_first": 1, "pixels": 784, "stage_channels": 2,
             "dependent": 1,
         }, 40.2,
+    ),
+    Winner(
+        256, 64, 56, "fp32", _MANY,
+        {
+            "channels": 64, "pieces_first": 1, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "min_blocks": 2,
+            "dependent": 1,
+        }, 40.6, 1,
+    ),
+    Winner(
+        256, 1024, 14, "fp32", _MANY,
+        {"channels": 43, "splits": 2, "combine": 1, "pixels": 784, "ring": 4, "dependent": 1}, 43.1, 1,
     ),
     Winner(
         64, 64, 56, "fp16", _FEW,
@@ -89,7 +101,10 @@ def winner(geometry: Geometry, precision: Precision, batch: int, density: float)
     if not LEAST_DENSITY <= density <= MOST_DENSITY:
         return None
     for row in H200:
-        shape = Geometry(oc=row.oc, ic=row.ic, kh=3, kw=3, h=row.side, w=row.side, pads=(1, 1, 1, 1))
+        pad = row.k // 2
+        shape = Geometry(
+            oc=row.oc, ic=row.ic, kh=row.k, kw=row.k, h=row.side, w=row.side, pads=(pad, pad, pad, pad)
+        )  # fmt: skip
         if geometry == shape and precision == row.precision and row.batches[0] <= batch <= row.batches[1]:
             return row
     return None

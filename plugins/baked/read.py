@@ -35,6 +35,9 @@ _LOAD = re.compile(r"ld\.shared\.(?:f32|b32|b16) %(v\d+|h0), \[%b\+(\d+)\];$")
 _WIDEN = re.compile(r"cvt\.f32\.f16 %v(\d+), %h0;$")
 _WEIGHT = re.compile(r"mov\.b32 %w, 0x([0-9A-F]{8});$")
 _START = re.compile(r"mov\.(?:f32|b32) %a(\d+), (0f|0x)([0-9A-F]{8});$")
+_RESIDUAL = re.compile(r"@%[sc]\d+ ld\.global\.(?:f32|b32) %a(\d+), \[%q2\+\d+\];$")
+_SWAP = re.compile(r"prmt\.b32 %a(\d+), %a(\d+), %r7, %x;$")
+_BIAS = re.compile(r"add\.(f32|rn\.f16x2) %a(\d+), %a(\d+), (0f[0-9A-F]{8}|%w);$")
 _VISIBLE = re.compile(r"\.visible \.entry ([\w$]+)\(")
 _WRITES = re.compile(r"(?:@!?%\w+ )?(?!st\.|bra|ret|cp\.|bar|setp)[a-z][\w.:]* \{?(%[avwb]\d*)\b")
 
@@ -83,6 +86,8 @@ class _PieceState:
     last: int
     channels: frozenset[int]
     started: dict[int, float] = field(default_factory=dict)
+    loaded: dict[int, float] = field(default_factory=dict)
+    """Sums that a residual starts, by number of %a, to the bias that is added to them."""
     values: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """%v number to (ic, input row, input column)."""
     half: tuple[int, int, int] | None = None
@@ -262,6 +267,7 @@ def _read_line(number: int, line: str, reading: _Reading) -> None:
         if line.startswith("// stage") or (re.search(r"%[aw]\d*\b", line) and not line.startswith(".reg")):
             _fail(number, line, "a sum outside of a piece")
     elif line.startswith("// stage "):
+        _settle(number, line, reading, piece)
         found = _STAGE.match(line)
         if not found or piece.finished:
             _fail(number, line, "a stage out of its place")
@@ -276,8 +282,46 @@ def _read_line(number: int, line: str, reading: _Reading) -> None:
         piece.values[int(match.group(1))], piece.half = piece.half, None
     elif match := _START.match(line):
         _start(number, line, reading, piece, match)
+    elif piece.stage is None and not piece.finished and _ahead(number, line, reading, piece):
+        return
     else:
         _other(number, line, piece)
+
+
+def _ahead(number: int, line: str, reading: _Reading, piece: _PieceState) -> bool:
+    """Whether the line is one of those that start a sum from the residual; they stand ahead of the first stage."""
+    if match := _RESIDUAL.match(line):
+        if int(match.group(1)) // reading.layout.rows not in piece.started or int(match.group(1)) in piece.loaded:
+            _fail(number, line, "a residual out of its place")
+        piece.loaded[int(match.group(1))] = 0.0
+    elif match := _SWAP.match(line):
+        if match.group(1) != match.group(2) or int(match.group(1)) not in piece.loaded or reading.layout.mode != "h2":
+            _fail(number, line, "halves swapped of what was not loaded")
+    elif match := _BIAS.match(line):
+        target = int(match.group(2))
+        half = reading.layout.mode == "h2"
+        if match.group(2) != match.group(3) or piece.loaded.get(target) != 0.0 or (match.group(1) != "f32") != half:
+            _fail(number, line, "a bias out of its place")
+        if half and piece.word is None:
+            _fail(number, line, "a bias that was never set")
+        word = piece.word or 0
+        piece.loaded[target] = _pair(number, line, word) if half else _single(int(match.group(4)[2:], 16))
+    else:
+        return False
+    return True
+
+
+def _settle(number: int, line: str, reading: _Reading, piece: _PieceState) -> None:
+    """The biases that were added to sums which a residual started: alike in all rows, in the first split only."""
+    rows = reading.layout.rows
+    for oc in sorted({target // rows for target in piece.loaded}):
+        found = {piece.loaded.get(oc * rows + j) for j in range(rows)}
+        value = next(iter(found))
+        if len(found) != 1 or value is None or piece.started[oc] != 0.0 or (value != 0.0 and piece.split != 0):
+            _fail(number, line, f"the sums of output channel {oc} start unlike, or with a bias out of its place")
+        if piece.split == 0:
+            reading.bias[oc] = value
+    piece.loaded = {}
 
 
 def _open_piece(number: int, line: str, reading: _Reading) -> None:
@@ -304,6 +348,7 @@ def _close_piece(number: int, line: str, reading: _Reading) -> None:
     piece = reading.piece
     if piece is None:
         return
+    _settle(number, line, reading, piece)
     missing = piece.channels - set(piece.started)
     if missing:
         _fail(number, line, f"the piece before never starts the sum of output channel {min(missing)}")

@@ -154,6 +154,41 @@ def test_node_reads_all_its_images() -> None:
         read_weights(node_of())
 
 
+def with_residual(**options: object) -> tuple[str, Floats, Floats]:
+    weight, bias = data(MAP)
+    how = Epilogue(bias=True, activation="relu", residual="before_activation")
+    schedule = Schedule(geometry=MAP, **{"mode": "f32", "pixels": 64, **options})  # type: ignore[arg-type]
+    return emit.module(MAP, nonzeros(weight, MAP), bias, how, [emit.Entry("conv", schedule)], 90, "7.8"), weight, bias
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bias_is_read_where_a_residual_starts_the_sums(name: str) -> None:
+    text, weight, bias = with_residual(**SCHEDULES[name])
+    assert bool(re.search(r"ld\.global\.[fb]32 %a", text)) == (name not in ("planes", "hf"))
+    read = read_image(text)
+    assert np.array_equal(read.weight, weight)
+    assert np.array_equal(read.bias, bias)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, b: t.replace(b, b + "\n" + b, 1), "a bias out of its place"),
+        (lambda t, b: t.replace(b, b.replace("%a0, %a0", "%a0, %a1"), 1), "a bias out of its place"),
+        (lambda t, b: t.replace(b, "", 1).replace("// stage", b + "\n// stage", 2).replace("// stage", b + "\n// stage", 1), "a bias out of its place"),
+        (lambda t, b: re.sub(r"@%s0 ld\.global\.f32 %a0, [^\n]*\n", "", t, count=1), "a bias out of its place"),
+        (lambda t, b: t.replace("mov.f32 %a0, 0f00000000;", "mov.f32 %a0, 0f3F800000;", 1), "start unlike"),
+        (lambda t, b: re.sub(r"(// stage [^\n]*\n)", r"\1@%s0 ld.global.f32 %a0, [%q2+0];\n", t, count=1), "%a0 is written"),
+    ],
+)  # fmt: skip
+def test_a_sum_that_a_residual_starts_cannot_be_tampered_with(change, message: str) -> None:  # type: ignore[no-untyped-def]
+    text, _, _ = with_residual()
+    changed = change(text, line_of(text, r"add\.f32 %a0, %a0"))
+    assert changed != text
+    with pytest.raises(ValueError, match=message):
+        read_image(changed)
+
+
 def test_parts_are_read_together_or_not_at_all() -> None:
     weight, bias = data(MAP)
     text = ptx(MAP, weight, bias, channels=3, parts=3)
