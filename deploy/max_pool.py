@@ -1,51 +1,21 @@
 """MaxPool of NCHW planes on the GPU. PyTorch's own also writes 8-byte indices, half again as many bytes as the pooling moves.
 
-One thread per output pixel, sizes as compile-time constants; bound by reading the input once.
+Straight-line PTX, one thread per output pixel, every size a constant; the driver assembles it, so no compiler is
+needed. Bound by reading the input once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparsedeploy.errors import SparseDeployError
-from sparsedeploy.layer import Precision
-from sparsedeploy.plugins.assemble import compile_cuda
+from sparsedeploy.errors import MachineError
+from sparsedeploy.layer import ELEMENT_BYTES, Precision
 from sparsedeploy.plugins.host import Call, Driver, cuda_driver
 
-_THREADS = 256
-_SOURCE = r"""
-#ifdef HALF
-typedef unsigned short element;
-__device__ float wide(element bits) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits)); return f; }
-__device__ element narrow(float f) { element bits; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(f)); return bits; }
-#else
-typedef float element;
-__device__ float wide(element f) { return f; }
-__device__ element narrow(float f) { return f; }
-#endif
-
-extern "C" __global__ void __launch_bounds__(256) max_pool(const element* __restrict__ x, element* __restrict__ y, int planes)
-{
-    const unsigned at = blockIdx.x * 256u + threadIdx.x;
-    if (at >= (unsigned)planes * (OH * OW)) return;
-    const int plane = at / (OH * OW), pixel = at % (OH * OW);
-    const int top = (pixel / OW) * SH - PT, left = (pixel % OW) * SW - PL;
-    x += (long long)plane * (IH * IW);
-    float best = -1.0f / 0.0f;
-#pragma unroll
-    for (int ky = 0; ky < KH; ++ky) {
-#pragma unroll
-        for (int kx = 0; kx < KW; ++kx) {
-            const int row = top + ky * DH, column = left + kx * DW;
-            if (row >= 0 && row < IH && column >= 0 && column < IW) {
-                const float value = wide(x[row * IW + column]);
-                if (value > best || value != value) best = value;  // NaN stays, as it does in PyTorch
-            }
-        }
-    }
-    y[at] = narrow(best);
-}
-"""
+THREADS = 256
+LARGEST_WINDOW = 49
+"""Elements of a window that are held in registers at once."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +30,58 @@ class Pool:
     """Above and to the left; what the window reaches beyond the other sides is padding too."""
     dilations: tuple[int, int]
 
-    def defines(self) -> list[str]:
-        """As compiler options."""
-        names = (("I", self.input), ("O", self.output))
-        sizes = {f"{letter}{axis}": size for letter, pair in names for axis, size in zip("HW", pair, strict=True)}
-        pairs = (("K", self.kernel), ("S", self.strides), ("D", self.dilations))
-        sizes |= {f"{letter}{axis}": size for letter, pair in pairs for axis, size in zip("HW", pair, strict=True)}
-        sizes |= {"PT": self.pads[0], "PL": self.pads[1]}
-        return [f"-D{name}={size}" for name, size in sizes.items()]
+
+def ptx(pool: Pool, dtype: Precision) -> str:
+    """The entry `max_pool(x, y, planes)` for any GPU from sm_53 on. NaN stays, as it does in PyTorch."""
+    return "\n".join(_lines(pool, dtype)) + "\n"
+
+
+def _lines(pool: Pool, dtype: Precision) -> Iterator[str]:
+    (ih, iw), (oh, ow), (kh, kw) = pool.input, pool.output, pool.kernel
+    size, window = ELEMENT_BYTES[dtype], kh * kw
+    yield from (".version 6.4", ".target sm_53", ".address_size 64")
+    yield ".visible .entry max_pool(.param .u64 x, .param .u64 y, .param .u32 planes)"
+    yield f".maxntid {THREADS}, 1, 1"
+    yield "{"
+    yield f".reg .pred %out, %more, %inside, %row<{kh}>, %column<{kw}>;"
+    yield ".reg .b32 %at, %block, %total, %plane, %pixel, %oy, %ox, %top, %left, %place, %base;"
+    yield f".reg .f32 %best, %f<{window}>;"
+    yield f".reg .b16 %h<{window}>, %half;"
+    yield ".reg .b64 %x, %y, %far;"
+    yield from ("mov.u32 %block, %ctaid.x;", "mov.u32 %at, %tid.x;", f"mad.lo.u32 %at, %block, {THREADS}, %at;")
+    yield from ("ld.param.u32 %total, [planes];", f"mul.lo.u32 %total, %total, {oh * ow};")
+    yield from ("setp.ge.u32 %out, %at, %total;", "@%out ret;")
+    yield from (f"div.u32 %plane, %at, {oh * ow};", f"rem.u32 %pixel, %at, {oh * ow};")
+    yield from (f"div.u32 %oy, %pixel, {ow};", f"rem.u32 %ox, %pixel, {ow};")
+    yield f"mad.lo.s32 %top, %oy, {pool.strides[0]}, {-pool.pads[0]};"
+    yield f"mad.lo.s32 %left, %ox, {pool.strides[1]}, {-pool.pads[1]};"
+    yield from ("ld.param.u64 %x, [x];", f"mul.wide.u32 %far, %plane, {ih * iw * size};", "add.s64 %x, %x, %far;")
+    yield from (f"mad.lo.s32 %base, %top, {iw}, %left;", f"mul.wide.s32 %far, %base, {size};", "add.s64 %x, %x, %far;")
+    # An unsigned comparison finds places before the first as well as behind the last.
+    for ky in range(kh):
+        yield from (f"add.s32 %place, %top, {ky * pool.dilations[0]};", f"setp.lt.u32 %row{ky}, %place, {ih};")
+    for kx in range(kw):
+        yield from (f"add.s32 %place, %left, {kx * pool.dilations[1]};", f"setp.lt.u32 %column{kx}, %place, {iw};")
+    for at in range(window):
+        ky, kx = divmod(at, kw)
+        step = (ky * pool.dilations[0] * iw + kx * pool.dilations[1]) * size
+        yield f"and.pred %inside, %row{ky}, %column{kx};"
+        if dtype == "fp32":
+            yield from (f"mov.f32 %f{at}, 0fFF800000;", f"@%inside ld.global.nc.f32 %f{at}, [%x+{step}];")
+        else:
+            yield from (f"mov.b16 %h{at}, 0xFC00;", f"@%inside ld.global.nc.b16 %h{at}, [%x+{step}];")
+    yield "mov.f32 %best, 0fFF800000;"
+    for at in range(window):
+        if dtype == "fp16":
+            yield f"cvt.f32.f16 %f{at}, %h{at};"
+        yield from (f"setp.gt.f32 %more, %f{at}, %best;", f"setp.nan.or.f32 %more, %f{at}, %f{at}, %more;")
+        yield f"@%more mov.f32 %best, %f{at};"
+    yield from ("ld.param.u64 %y, [y];", f"mul.wide.u32 %far, %at, {size};", "add.s64 %y, %y, %far;")
+    if dtype == "fp32":
+        yield "st.global.f32 [%y], %best;"
+    else:
+        yield from ("cvt.rn.f16.f32 %half, %best;", "st.global.b16 [%y], %half;")
+    yield from ("ret;", "}")
 
 
 class MaxPool:
@@ -76,17 +90,15 @@ class MaxPool:
     def __init__(self, pool: Pool, dtype: Precision, device: int = 0, driver: Driver | None = None) -> None:
         self._driver: Driver = driver or cuda_driver()
         self._driver.activate(device)
-        options = [*pool.defines(), *(["-DHALF"] if dtype == "fp16" else [])]
-        image = compile_cuda(_SOURCE, self._driver.capability(device), options, "cubin", "max_pool.cu")
-        self._module = self._driver.load(image.data)
+        self._module = self._driver.load(ptx(pool, dtype).encode("ascii"))
         self._function = self._driver.function(self._module, "max_pool", 0, 1)
         self._pixels = pool.output[0] * pool.output[1]
 
     def launch(self, x: int, y: int, planes: int, stream: int) -> None:
         """Pool `planes` contiguous planes at address x into y, in stream order. Outputs must be fewer than 2^31."""
-        grid = (-(-planes * self._pixels // _THREADS), 1, 1)
+        grid = (-(-planes * self._pixels // THREADS), 1, 1)
         values = ((x, 8), (y, 8), (planes, 4))
-        call = Call("max_pool", grid, (_THREADS, 1, 1), 0, 1, False, values)
+        call = Call("max_pool", grid, (THREADS, 1, 1), 0, 1, False, values)
         self._driver.launch(self._function, call, stream)
 
     def close(self) -> None:
@@ -95,8 +107,10 @@ class MaxPool:
 
 
 def max_pool(pool: Pool, dtype: Precision, device: int = 0) -> MaxPool | None:
-    """Made ready, or None where it cannot be compiled here (no NVRTC, an architecture it does not know)."""
+    """Made ready, or None where it does not pay or this driver cannot load it."""
+    if pool.kernel[0] * pool.kernel[1] > LARGEST_WINDOW:
+        return None
     try:
         return MaxPool(pool, dtype, device)
-    except (SparseDeployError, ValueError):
+    except MachineError:
         return None

@@ -301,7 +301,7 @@ def test_a_value_read_twice_is_not_overwritten(tmp_path: Path) -> None:
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small network converted for an H200, every layer sparse."""
     folder = tmp_path_factory.mktemp("bundle")
-    convert(Request(saved(network(), folder), find("h200"), folder / "out", layers=("*=csr",)))
+    convert(Request(saved(network(), folder), find("h200"), folder / "out", layers=("*=baked",)))
     return folder / "out"
 
 
@@ -446,7 +446,7 @@ def test_sparse_on_the_gpu(bundle: Path, graph: bool) -> None:
     check_session(runner, feeds, run_file(bundle / "model.dense.onnx", feeds), graph, 1e-4)
     session = runner.session({name: value.shape for name, value in feeds.items()}, True)
     times = session.step_times(3)
-    assert sum(form.startswith("sparse csr") for _, form, _ in times) == 3
+    assert sum(form.startswith("sparse baked") for _, form, _ in times) == 3
     assert all(us > 0 for _, _, us in times)
     runner.close()
 
