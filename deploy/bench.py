@@ -304,7 +304,7 @@ def _case(
             variant.session.close()
     layers = tuple(_layers(*steps)) if all(steps) else _planned_layers(subject, batch)
     around = _Surroundings(
-        batch, shapes, left_out, untouched, states, layers, (*_foreign(subject, tools), *_rounded(subject))
+        batch, shapes, left_out, untouched, states, layers, (*_foreign(subject, tools, batch), *_rounded(subject))
     )
     return _judged(request, pair, timings, samples, around)
 
@@ -466,13 +466,19 @@ def _judged(
     )  # fmt: skip
 
 
-def _foreign(subject: _Subject, tools: Tools) -> tuple[str, ...]:
+def _foreign(subject: _Subject, tools: Tools, batch: int) -> tuple[str, ...]:
+    """That the bundle's layers and kernels were chosen for another GPU or batch."""
+    notes, manifest = [], subject.manifest
     row = closest(tools.gpu) if tools.gpu else None
-    if row is not None and row.name == subject.manifest.target:
-        return ()
-    return (
-        f"converted for {subject.manifest.target}, measured on another GPU: its layers and kernels were not chosen for this one",
-    )
+    if row is None or row.name != manifest.target:
+        notes.append(
+            f"converted for {manifest.target}, measured on another GPU: its layers and kernels were not chosen for this one"
+        )
+    if batch != manifest.batch:
+        notes.append(
+            f"converted for batch {manifest.batch}: `sparsedeploy convert --batch {batch}` chooses layers and kernels for this one"
+        )
+    return tuple(notes)
 
 
 def _rounded(subject: _Subject) -> tuple[str, ...]:

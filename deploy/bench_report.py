@@ -10,7 +10,7 @@ from sparsedeploy.bench_figures import SweepMark, format_ms, latency_svg, sweep_
 from sparsedeploy.devices import Device
 from sparsedeploy.figures import NARROW, WIDE, Point, format_rate, roofline_svg
 from sparsedeploy.layer import ConvLayer, Precision
-from sparsedeploy.results import Case, LayerTime, Results, SweepPoint, Timing
+from sparsedeploy.results import Case, LayerTime, Results, Speedup, SweepPoint, Timing
 from sparsedeploy.roofline import dense_work, format_us, sparse_work
 from sparsedeploy.statistics import MINIMUM_SAMPLES, Distribution, Ratio
 
@@ -45,7 +45,13 @@ def headline(case: Case) -> str:
         said = f"sparse is {ratio_text(found.ratio)} as fast as the fastest dense of the same precision"
     else:
         said = f"sparse is slower, {ratio_text(found.ratio)} as fast as the fastest dense of the same precision"
-    return f"batch {case.batch}: {said}: {times} GPU Compute Time ({best.name}; {baseline.name}). {verdict(case)}"
+    faster = [speedup for speedup in _looser(case, baseline.arithmetic) if speedup.ratio.high < 1]
+    rivals = "".join(
+        f"; {entry.dense}, whose rounding is coarser, is faster still ({entry.ratio.estimate:.3g}x)" for entry in faster
+    )
+    return (
+        f"batch {case.batch}: {said}: {times} GPU Compute Time ({best.name}; {baseline.name}){rivals}. {verdict(case)}"
+    )
 
 
 def verdict(case: Case) -> str:
@@ -116,9 +122,9 @@ def remarks(case: Case) -> list[str]:
     return found
 
 
-def _looser(case: Case, own: str) -> list[Any]:
+def _looser(case: Case, own: str) -> list[Speedup]:
     """The fastest dense variant of each other arithmetic, against the best sparse one."""
-    found: dict[str, Any] = {}
+    found: dict[str, Speedup] = {}
     for speedup in case.speedups:
         dense = case.timing(speedup.dense)
         if speedup.metric != "gpu_compute" or speedup.sparse != case.best or dense.arithmetic == own:

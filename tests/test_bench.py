@@ -142,6 +142,7 @@ def test_batches_are_cases_and_their_inputs_grow(made: Path) -> None:
     assert [(case.batch, case.inputs["x"][0]) for case in found.cases] == [(1, 1), (8, 8)]
     assert found.settings.batches == (1, 8)
     assert found.cases[1].timing("dense fp32, torch").gpu_compute.median_ms > 4.0
+    assert [any("convert --batch 8" in note for note in case.notes) for case in found.cases] == [False, True]
 
 
 # --- wrong results have no times ---------------------------------------------------------------------------------
@@ -461,6 +462,8 @@ def test_words_say_slower_and_no_difference(made: Path) -> None:
     slow = Bench()
     slow.us["sparse", "fp32"] = 1500.0
     assert "sparse is slower, 0.66" in headline(measured(made, slow).cases[0])
+    assert "is faster still" in headline(measured(made, slow).cases[0])
+    assert "is faster still" not in headline(measured(made).cases[0])
     same = Bench()
     same.us["sparse", "fp32"] = 1000.0
     said = headline(measured(made, same).cases[0])
