@@ -2,6 +2,7 @@
 
     python scripts/bench_kernels.py list [--cases ...]          what would be measured (no GPU)
     python scripts/bench_kernels.py measure --out FILE.json     builds in worker processes while the GPU measures
+    python scripts/bench_kernels.py prepare --out FILE.xz       CUDA C++ compiled beforehand, for --ptx where NVRTC is missing
     python scripts/bench_kernels.py summary FILE.json           the table against the targets (no GPU)
     python scripts/bench_kernels.py profile FILE.json --out P   its cold times as a device profile for --profile (no GPU)
 
@@ -17,10 +18,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import lzma
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
@@ -43,6 +47,7 @@ from sparsedeploy.errors import InputError, MachineError, SparseDeployError
 from sparsedeploy.layer import ELEMENT_BYTES, ConvLayer, Geometry, Precision
 from sparsedeploy.models.shapes import pruned_weight, real_work, work
 from sparsedeploy.plugins import KERNELS, kernel_named
+from sparsedeploy.plugins import assemble as compiler
 from sparsedeploy.plugins.assemble import assemble, read_usage, tool_version
 from sparsedeploy.plugins.baked.choose import estimate, from_config
 from sparsedeploy.plugins.cost import bounds_us, ceilings
@@ -174,8 +179,13 @@ class Made:
 
 def make(job: Job) -> Made:
     """Build a job's node with a cubin alone; `why` says why there is none."""
-    if job.kernel == LAB_PAPER:
-        return _paper(job)
+    try:
+        return _paper(job) if job.kernel == LAB_PAPER else _make(job)
+    except (UnfitWeightsError, SparseDeployError, ValueError) as error:
+        return Made(None, {}, why=str(error)[:500])
+
+
+def _make(job: Job) -> Made:
     device, layer, kernel = find(DEVICE), layer_of(job.case), kernel_named(job.kernel)
     reason = kernel.supports(layer, device, job.precision)
     if reason is not None:
@@ -190,12 +200,12 @@ def make(job: Job) -> Made:
     config, prediction = ranked[job.rank]
     options = BuildOptions(job.precision, job.case.n, (device.sm,))
     started = time.perf_counter()
-    try:
-        node = kernel.build(layer, weight_of(job.case), None, device, config, options).node
-        (image,) = [image for image in node.images if image.kind == "ptx"]
-        assembled = assemble(image.data, device.sm)
-    except (UnfitWeightsError, SparseDeployError, ValueError) as error:
-        return Made(None, config, why=str(error)[:500])
+    built = kernel.build(layer, weight_of(job.case), None, device, config, options)
+    found = [image for image in built.node.images if image.kind == "ptx"]
+    if not found:
+        return Made(None, config, why="; ".join(built.notes) or "no code")
+    image, node = found[0], built.node
+    assembled = assemble(image.data, device.sm)
     node = replace(node, images=(replace(image, kind="cubin", data=assembled.cubin),))
     usage = read_usage(assembled.log).values()
     return Made(
@@ -216,6 +226,65 @@ def _paper(job: Job) -> Made:
     (usage,) = assembled.usage.values()
     node = replace(node, images=(replace(image, kind="cubin", data=assembled.cubin),))
     return Made(node, {}, 0.0, time.perf_counter() - started, usage.registers, usage.spill_bytes)
+
+
+Texts = dict[str, bytes]
+"""PTX as NVRTC made it, by the hash of what it was made from."""
+
+
+_known: Texts = {}
+"""What an earlier `prepare` into the same file made, in a worker process."""
+
+
+def know_texts(path: Path) -> None:
+    """Start of a worker process of `prepare`."""
+    if path.is_file():
+        _known.update(pickle.loads(lzma.decompress(path.read_bytes())))
+
+
+def _text_key(source: str, name: str, flags: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join([source, name, *flags]).encode()).hexdigest()
+
+
+def compile_only(job: Job) -> Texts:
+    """What NVRTC makes for a job; nothing is assembled."""
+    texts: Texts = {}
+    nvrtc, ptxas = compiler._run_nvrtc, compiler._run_ptxas
+
+    def record(source: str, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
+        key = _text_key(source, name, flags)
+        texts[key] = _known[key] if key in _known else nvrtc(source, name, flags)[0]
+        return texts[key], ""
+
+    with tempfile.TemporaryDirectory() as folder:  # what is not assembled must not reach the user's cache
+        before = os.environ.get(compiler.CACHE_VARIABLE)
+        os.environ[compiler.CACHE_VARIABLE] = folder
+        compiler._run_nvrtc, compiler._run_ptxas = record, lambda ptx, flags: (b"", "")
+        try:
+            make(job)
+        finally:
+            compiler._run_nvrtc, compiler._run_ptxas = nvrtc, ptxas
+            os.environ.pop(compiler.CACHE_VARIABLE)
+            if before is not None:
+                os.environ[compiler.CACHE_VARIABLE] = before
+    return texts
+
+
+def use_texts(path: Path | None) -> None:
+    """Take PTX that `prepare` compiled instead of calling NVRTC; None changes nothing. For a worker process's start."""
+    if path is None:
+        return
+    texts: Texts = pickle.loads(lzma.decompress(path.read_bytes()))
+
+    def look_up(source: str, name: str, flags: Sequence[str]) -> tuple[bytes, str]:
+        text = texts.get(_text_key(source, name, flags))
+        if text is None:
+            raise MachineError(
+                f"{name} for this layer is not in {path.name}: prepare it again, with the sources of today."
+            )
+        return text, ""
+
+    compiler._run_nvrtc, compiler.nvrtc_version = look_up, lambda: f"nvrtc, beforehand: {path.name}"  # type: ignore[assignment]
 
 
 def straight_code() -> bytes:
@@ -441,7 +510,7 @@ def _commit() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = parser.add_subparsers(dest="what", required=True)
-    for name in ("list", "measure"):
+    for name in ("list", "measure", "prepare"):
         made = sub.add_parser(name)
         made.add_argument("--cases", default="targets", help="lists, by commas, most important first")
         made.add_argument("--also", default="", help="further lists, each kernel's own choice only, without csr")
@@ -450,9 +519,11 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument("--kernels", default=",".join(kernel.name for kernel in KERNELS))
         made.add_argument("--precisions", default=",".join(PRECISIONS))
         made.add_argument("--top", type=int, default=2, help="configurations of each kernel, best predicted first")
-        if name == "measure":
+        if name != "list":
             made.add_argument("--out", type=Path, required=True)
             made.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+        if name == "measure":
+            made.add_argument("--ptx", type=Path, help="what `prepare` made, in place of NVRTC")
             made.add_argument("--limit-s", type=float, default=3600.0)
             made.add_argument("--commit", default="", help="recorded where the checkout has no git folder")
             made.add_argument("--no-cold", action="store_true")
@@ -478,12 +549,31 @@ def _work_list(options: argparse.Namespace) -> list[tuple[Case, list[Job]]]:
     return [*jobs(first, kernels, precisions, options.top), *jobs(rest, few, precisions, 1)]
 
 
+def _prepare(options: argparse.Namespace) -> int:
+    """Compile the work list's CUDA C++ on this machine."""
+    listed = [job for _, made in _work_list(options) for job in made if job.kernel != "baked"]
+    texts: Texts = {}
+    with futures.ProcessPoolExecutor(
+        options.workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=know_texts,
+        initargs=(options.out,),
+    ) as pool:
+        for made in pool.map(compile_only, listed, chunksize=4):
+            texts |= made
+    options.out.write_bytes(lzma.compress(pickle.dumps(texts), preset=9))
+    print(f"{len(texts)} texts for {len(listed)} rows, {options.out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
 def _measure(options: argparse.Namespace) -> int:
     """Measure on this machine's GPU; 1 when a result was wrong."""
     work_list = _work_list(options)
     # Workers start before the driver does: a forked process cannot use CUDA, and a spawned one is slow to import.
     context = multiprocessing.get_context("spawn")
-    pool = futures.ProcessPoolExecutor(options.workers, mp_context=context)
+    pool = futures.ProcessPoolExecutor(
+        options.workers, mp_context=context, initializer=use_texts, initargs=(options.ptx,)
+    )
     code = None if options.no_cold else pool.submit(straight_code)
     bench = Gpu(code.result() if code else None)
     command = " ".join(["python scripts/bench_kernels.py", *sys.argv[1:]])
@@ -514,7 +604,7 @@ def main() -> int:
             for case, made in _work_list(options):
                 print(f"{case.name} {case.sparsity:g} N={case.n}: {len(made)} rows")
             return 0
-        return _measure(options)
+        return _prepare(options) if options.what == "prepare" else _measure(options)
     except SparseDeployError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import lzma
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -171,6 +173,23 @@ def test_the_paper_kernel_is_built_as_published_on_its_layers() -> None:
     assert [op.entry for op in built.node.plan[0].ops] == ["paper"]
     weight, _ = kernel_named("packed").unpack(replace(built.node, plan=(), images=()))
     assert np.array_equal(weight, weight_of(paper[0]))
+
+
+def test_texts_compiled_beforehand_stand_in_for_nvrtc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEDEPLOY_CACHE", str(tmp_path / "cache"))
+    job = Job(small("map7"), "packed", "fp32", 0)
+    texts = bench_kernels.compile_only(job)
+    assert len(texts) == 1
+    assert not (tmp_path / "cache").exists()  # nothing that was not assembled is kept
+    file = tmp_path / "texts.xz"
+    file.write_bytes(lzma.compress(pickle.dumps(texts)))
+    for name in ("_run_nvrtc", "nvrtc_version"):  # put back after the test
+        monkeypatch.setattr(bench_kernels.compiler, name, getattr(bench_kernels.compiler, name))
+    bench_kernels.use_texts(file)
+    assert make(job).node is not None
+    other = make(job._replace(kernel="csr"))
+    assert other.node is None
+    assert "prepare it again" in other.why
 
 
 def test_the_list_needs_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
