@@ -222,16 +222,17 @@ def _paper(job: Job) -> Made:
     started = time.perf_counter()
     node = paper_work(job.case.geometry, weight_of(job.case), job.case.sparsity, job.case.n).node
     (image,) = node.images
-    assembled = assemble(image.data, image.arch)
-    (usage,) = assembled.usage.values()
-    node = replace(node, images=(replace(image, kind="cubin", data=assembled.cubin),))
-    return Made(node, {}, 0.0, time.perf_counter() - started, usage.registers, usage.spill_bytes)
+    usage = None
+    if image.kind == "ptx":
+        assembled = assemble(image.data, image.arch)
+        (usage,) = assembled.usage.values()
+        node = replace(node, images=(replace(image, kind="cubin", data=assembled.cubin),))
+    seconds = time.perf_counter() - started
+    return Made(node, {}, 0.0, seconds, usage.registers if usage else 0, usage.spill_bytes if usage else 0)
 
 
 Texts = dict[str, bytes]
 """PTX as NVRTC made it, by the hash of what it was made from."""
-
-
 _known: Texts = {}
 """What an earlier `prepare` into the same file made, in a worker process."""
 
