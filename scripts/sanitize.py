@@ -26,9 +26,10 @@ from sparsedeploy.devices import find
 from sparsedeploy.errors import SparseDeployError
 from sparsedeploy.layer import ConvLayer, Epilogue, Geometry, Precision, Zeros
 from sparsedeploy.plugins import KERNELS, direct, epilogue, kernel_named
+from sparsedeploy.plugins.baked import BAKED
 from sparsedeploy.plugins.csr import CSR
 from sparsedeploy.plugins.direct import Tiling
-from sparsedeploy.plugins.kernel import BuildOptions
+from sparsedeploy.plugins.kernel import BuildOptions, Config
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.plugins.reference import conv2d
 
@@ -44,6 +45,26 @@ LAYERS = (
     (Geometry(oc=12, ic=20, kh=1, kw=1, h=9, w=5), FUSED),
     (Geometry(oc=8, ic=8, kh=3, kw=3, h=10, w=12, pads=(2, 2, 2, 2), dilation=(2, 2), group=4), Epilogue()),
 )
+BAKED_KINDS: dict[str, Config] = {
+    "whole": {"channels": 4, "pixels": 32, "stage_channels": 2},
+    "rows": {"channels": 4, "pixels": 32, "stage_channels": 2, "rows": 2},
+    "cluster": {"channels": 4, "pixels": 32, "splits": 2, "combine": 1, "stage_channels": 2, "dependent": 1},
+    "mates": {
+        "channels": 4,
+        "pixels": 32,
+        "splits": 2,
+        "combine": 1,
+        "stage_channels": 2,
+        "mates": 2,
+        "pieces_first": 1,
+    },
+    "planes": {"channels": 4, "pixels": 32, "splits": 2, "combine": 2, "stage_channels": 2},
+    "parts": {"channels": 4, "pixels": 32, "stage_channels": 2, "parts": 2, "dependent": 1},
+}
+BAKED_MODES: tuple[tuple[Precision, Config], ...] = (
+    ("fp32", {}), ("fp16", {"sums": 32}), ("fp16", {}), ("fp16", {"pair_rows": 1}),
+)  # fmt: skip
+SMALL = Geometry(oc=8, ic=8, kh=3, kw=3, h=6, w=8, pads=(1, 1, 1, 1))
 CLUSTERED = Geometry(oc=16, ic=16, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
 
 
@@ -90,6 +111,21 @@ def build_nodes(names: Sequence[str]) -> list[tuple[str, SparseConv, int]]:
     options = BuildOptions("fp32", 1, (90,), True)
     clustered = direct.with_code(bare, "csr", CSR.places(bare.node), device, options, tiling).node
     return [*nodes, ("csr in clusters of 4", clustered, 2)]
+
+
+def build_small() -> list[tuple[str, SparseConv, int]]:
+    """(name, node, batch): every kind of schedule of baked, every way to sum, on a layer of a few blocks."""
+    device, rng = find("h200"), np.random.default_rng(0)
+    weight = rng.standard_normal(SMALL.weight_shape).astype(np.float16).astype(np.float32)
+    weight[rng.random(SMALL.weight_shape) < 0.8] = 0
+    bias, layer = rng.standard_normal(SMALL.oc).astype(np.float32), make_layer(SMALL, FUSED, weight)
+    nodes = []
+    for kind, config in BAKED_KINDS.items():
+        for precision, more in BAKED_MODES:
+            options = BuildOptions(precision, 2, (90,), True)
+            node = BAKED.build(layer, weight, bias, device, config | more, options).node
+            nodes.append((f"baked {kind} {precision} {more}", node, 2))
+    return nodes
 
 
 def run_nodes(folder: Path) -> int:
@@ -149,6 +185,7 @@ def main() -> int:
     parser.add_argument("action", choices=("prepare", "run", "both", "child"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kernels", default=",".join(kernel.name for kernel in KERNELS))
+    parser.add_argument("--small", action="store_true", help="only small schedules of baked, one of each kind")
     parser.add_argument("--tools", default=",".join(TOOLS))
     options = parser.parse_args()
     try:
@@ -156,7 +193,7 @@ def main() -> int:
             return run_nodes(options.folder)
         if options.action in ("prepare", "both"):
             options.folder.mkdir(parents=True, exist_ok=True)
-            nodes = build_nodes(options.kernels.split(","))
+            nodes = build_small() if options.small else build_nodes(options.kernels.split(","))
             (options.folder / "nodes.pickle").write_bytes(pickle.dumps(nodes))
             print(f"{len(nodes)} nodes")
         return run_tools(options.folder, options.tools.split(",")) if options.action in ("run", "both") else 0
