@@ -82,15 +82,20 @@ class Plan(Document):
     layers: tuple[LayerPlan, ...]
 
 
-def make_plan(scan: Scan, device: Device, precision: Precision, profile: DeviceProfile | None = None) -> Plan:
-    """Decide every layer by predicted times, or by a device's measured profile where one is given; forces nothing."""
+def make_plan(
+    scan: Scan, device: Device, precision: Precision, profile: DeviceProfile | None = None, crossovers: bool = True
+) -> Plan:
+    """Decide every layer by predicted times, or by a device's measured profile where one is given; forces nothing.
+
+    Without `crossovers` these are left out, which saves most of the time.
+    """
     return Plan(
         model=scan.model,
         model_hash=scan.model_hash,
         target=device.name,
         precision=precision,
         batch=scan.batch,
-        layers=tuple(_decide(layer, device, precision, scan.batch, profile) for layer in scan.layers),
+        layers=tuple(_decide(layer, device, precision, scan.batch, profile, crossovers) for layer in scan.layers),
     )
 
 
@@ -147,7 +152,7 @@ def dense_time(
 
 
 def _decide(
-    layer: ConvLayer, device: Device, precision: Precision, batch: int, profile: DeviceProfile | None = None
+    layer: ConvLayer, device: Device, precision: Precision, batch: int, profile: DeviceProfile | None, crossovers: bool
 ) -> LayerPlan:
     options = candidates(layer, device, precision, batch, profile=profile) if layer.eligible else []
     if not options or layer.geometry is None:
@@ -155,13 +160,15 @@ def _decide(
         return LayerPlan(name=layer.name, choice=DENSE, sparsity=layer.sparsity, reason=why)
     kernel, config, best = options[0]
     (dense, dense_bound), dense_source = dense_time(layer, device, precision, batch, profile)
-    above = _crossover(layer, device, precision, batch, dense, profile)
+    above = _crossover(layer, device, precision, batch, dense, profile) if crossovers else None
     pays = best.us < dense and layer.sparsity > 0
     times = (
         f"predicted {format_us(best.us)} us sparse ({best.bound}) against {format_us(dense)} us dense ({dense_bound})"
     )
     if layer.sparsity == 0:
         reason = "0 % zeros"
+    elif not crossovers:
+        reason = times
     elif above is None:
         reason = f"{times}: no sparsity pays here"
     else:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sparsedeploy.converters.prune import smallest, zero_count
+from sparsedeploy.converters.prune import MIN_INPUT_CHANNELS, smallest, zero_count
 from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Precision
@@ -24,8 +24,9 @@ from sparsedeploy.scan import Scan, summarise
 
 LADDER = (0.8, 0.9, 0.95, 0.98)
 """Sparsities that the table shows besides the one asked for."""
-WORTH = 0.03
-"""A layer is worth pruning further when that takes at least this share off the convolutions' time."""
+_WHERE = f"every eligible layer of one group and {MIN_INPUT_CHANNELS} or more input channels"
+WORTH = 0.005
+"""A rung is worth climbing for a layer when that takes at least this share off all convolutions' planned time."""
 
 
 class WhatIfLayer(Record):
@@ -65,7 +66,7 @@ class Advice(Record):
     crossover: float | None
     """Sparsity above which it is predicted faster sparse."""
     prune_to: float | None
-    """The lowest rung at which it pays and takes most of what there is to take; None: not worth it."""
+    """The highest rung that still saves at least WORTH more than the one below; None: pruning it further is not worth it."""
     saves_us: float
     """Predicted time saved there, against the plan for the model as it is."""
 
@@ -99,16 +100,22 @@ def parse_sparsity(text: str) -> float:
 
 
 def impose(reading: Reading, sparsity: float) -> tuple[ConvLayer, ...]:
-    """The layers with each eligible one's smallest weights counted as zeros, down to that share; the reading stays."""
+    """The layers with each eligible one's smallest weights counted as zeros, down to that share; the reading stays.
+
+    As `prune` does it: groups and layers of fewer than 8 input channels keep their weights, being small and sensitive.
+    """
     return tuple(_imposed(reading, layer, sparsity) for layer in reading.layers)
 
 
 def _imposed(reading: Reading, layer: ConvLayer, sparsity: float) -> ConvLayer:
-    if not layer.eligible or layer.zeros is None or layer.geometry is None or layer.sparsity >= sparsity:
+    g = layer.geometry
+    if not layer.eligible or layer.zeros is None or g is None or layer.sparsity >= sparsity:
+        return layer
+    if g.group != 1 or g.ic < MIN_INPUT_CHANNELS:
         return layer
     weight, _ = reading.weight(layer.name)
     gone = smallest(np.abs(weight).ravel(), zero_count(weight.size, sparsity)).reshape(weight.shape)
-    zeros = count_zeros(np.where(gone, np.float32(0), weight), layer.geometry.group)
+    zeros = count_zeros(np.where(gone, np.float32(0), weight), g.group)
     return layer.model_copy(update={"zeros": zeros})
 
 
@@ -130,27 +137,26 @@ def what_if(
     imposed = {share: impose(reading, share) for share in asked}
     plan = make_plan(scanned, device, precision, profile)
     own = _point(0.0, reading.layers, reading.layers, plan.layers)
-    points, entries = [], {}
+    points = []
     for share in asked:
         layers = imposed[share]
-        now = make_plan(scanned.model_copy(update={"layers": layers}), device, precision, profile)
-        entries[share] = now.layers
+        now = make_plan(scanned.model_copy(update={"layers": layers}), device, precision, profile, crossovers=False)
         points.append(_point(share, reading.layers, layers, now.layers))
     here = next(point for point in points if point.asked == sparsity)
     layers = imposed[sparsity]
     verdict = (
-        f"imposed, not the model's own: with at least {sparsity:.1%} zeros in every eligible layer, {here.sparse_layers} of "
+        f"imposed, not the model's own: with at least {sparsity:.1%} zeros in {_WHERE}, {here.sparse_layers} of "
         f"{scanned.summary.convolutions} convolutions would be faster sparse on {device.name} ({precision}, batch {scanned.batch}): all "
         f"convolutions {format_us(here.dense_us)} us dense, {format_us(here.planned_us)} us as planned ({here.gain:.2f}x; as the model is "
         f"{own.gain:.2f}x). {basis(plan)}; what it costs in accuracy nobody knows before retraining."
     )
     return WhatIf(
         imposed_sparsity=sparsity,
-        note=f"zeros imposed by magnitude to at least {sparsity:.1%} of each eligible layer; weights were not retrained",
+        note=f"zeros imposed by magnitude to at least {sparsity:.1%} of {_WHERE}; weights were not retrained",
         scan=scanned.model_copy(
             update={
                 "layers": layers, "summary": summarise(layers), "verdict": verdict,
-                "notes": (*scanned.notes, f"zeros imposed to at least {sparsity:.1%} of each eligible layer: not the model's own"),
+                "notes": (*scanned.notes, f"zeros imposed to at least {sparsity:.1%} of {_WHERE}: not the model's own"),
                 "hints": (),
                 "next_command": f"sparsedeploy prune {shlex.quote(str(reading.model.path))} --method magnitude-layer --sparsity {sparsity:g}",
             }
@@ -180,19 +186,16 @@ def _point(
 
 
 def _advice(own: WhatIfPoint, plan: Sequence[LayerPlan], points: Sequence[WhatIfPoint]) -> tuple[Advice, ...]:
-    """Per layer the lowest rung that brings at least nine tenths of what the last one brings, where that is worth it."""
+    """Per layer the highest rung up to which every step is worth its share of the zeros."""
     crossovers = {entry.name: entry.crossover for entry in plan}
     by_name = {point.asked: {layer.name: layer for layer in point.layers} for point in points}
     found = []
     for layer in own.layers:
-        saved = [
-            (share, (layer.us_planned or 0.0) - (there[layer.name].us_planned or 0.0))
-            for share, there in by_name.items()
-            if there[layer.name].imposed
-        ]
-        most = max((us for _, us in saved), default=0.0)
-        worth = most > WORTH * own.planned_us / max(1, len(own.layers)) and most > 0
-        to, saves = next((each for each in saved if each[1] >= 0.9 * most), (None, 0.0)) if worth else (None, 0.0)
+        to, saves, least = None, 0.0, WORTH * own.planned_us
+        for share, there in by_name.items():
+            now = (layer.us_planned or 0.0) - (there[layer.name].us_planned or 0.0)
+            if there[layer.name].imposed and now - saves >= least > 0:
+                to, saves = share, now
         found.append(
             Advice(
                 name=layer.name, sparsity_now=layer.sparsity, crossover=crossovers[layer.name], prune_to=to, saves_us=saves
@@ -233,7 +236,7 @@ def parts(found: WhatIf) -> list[Part]:
         ("gain over dense", *(f"{p.gain:.2f}x" for p in points)),
     ]
     return [
-        f"what if: {found.note}. * dense is faster. {found.basis}.",
+        f"what if: {found.note}. * dense is faster. prune to: as far as each step saves {WORTH:.1%} of all convolutions. {found.basis}.",
         tuple(table),
         tuple(summary),
         found.scan.verdict,

@@ -54,6 +54,18 @@ def test_imposing_raises_each_eligible_layer_and_lowers_none(reading: Reading) -
     assert np.count_nonzero(reading.weight("half")[0]) == reading.layers[0].zeros.nnz  # type: ignore[union-attr]
 
 
+def test_small_first_layers_and_groups_keep_their_weights(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Conv", ["x", "w1"], ["a"], "first"),
+        helper.make_node("Conv", ["a", "w2"], ["y"], "grouped", group=2),
+    ]
+    constants = {"w1": sparse_weight((16, 3, 3, 3), 0.5), "w2": sparse_weight((16, 8, 3, 3), 0.5)}
+    onnx.save_model(model_of(nodes, constants, {"x": [1, 3, 16, 16]}, ["y"]), tmp_path / "m.onnx")
+    reading = read(tmp_path / "m.onnx", NANO, "fp32")
+    assert all(layer.eligible for layer in reading.layers)
+    assert impose(reading, 0.95) == reading.layers
+
+
 def test_channels_are_counted_anew(reading: Reading) -> None:
     zeros = impose(reading, 0.99)[0].zeros
     assert zeros is not None
