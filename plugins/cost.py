@@ -51,6 +51,8 @@ class Ceilings:
     """From asking for a stage of inputs to having it."""
     sync_us: float
     """A round of cluster barriers, or one more dependent launch."""
+    chain_us: float = 1.3
+    """From the start of one launch to that of the next, where they overlap."""
     registers: int = 65536
     shared_kb: float = 227
 
@@ -111,6 +113,8 @@ class Work:
     cluster_bytes: float = 0.0
     planes_bytes: float = 0.0
     """Partial sums written and read again through memory."""
+    launches: int = 1
+    """Launches that the blocks are dealt to, one starting after the other."""
 
 
 def resident(work: Work, c: Ceilings) -> int:
@@ -209,7 +213,7 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
     combine = work.cluster_bytes / (c.cluster_tbs * 1e6) + (c.sync_us if work.cluster_bytes else 0.0)
     if work.planes_bytes:
         combine += work.planes_bytes / (c.l2_tbs * 1e6) + c.sync_us + c.launch_us
-    fixed = c.launch_us + c.start_us
+    fixed = c.launch_us + c.start_us + (work.launches - 1) * c.chain_us
     return fixed + body + drain + combine, "launch" if fixed > body else bound
 
 

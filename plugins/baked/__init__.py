@@ -17,8 +17,8 @@ from sparsedeploy.plugins.assemble import assemble_many, ptx_version
 from sparsedeploy.plugins.baked.choose import (
     estimate,
     from_config,
-    groups_of,
     mode_of,
+    parted,
     portable,
     ranked,
     shared_limit,
@@ -37,10 +37,6 @@ from sparsedeploy.plugins.reference import conv2d
 
 MAX_NNZ = 400_000
 """Nonzeros of one layer at most: 16 bytes of code each, and minutes of ptxas beyond."""
-PART_FMAS = 40_000
-"""Fmas of one entry at most, where a layer is launched in parts: some 8 s of one core's ptxas (scripts/lab/NOTES.md)."""
-WHOLE_FMAS = 80_000
-"""Up to so many a layer stays one launch: a further one costs more at run time than it saves in assembling."""
 SMALL_NNZ = 20_000
 """Up to so many nonzeros a second schedule for small batches is carried beside the one for the profile's batch."""
 
@@ -53,7 +49,7 @@ def _entries(
     sizing = {key: value for key, value in config.items() if key != "sums"}
     if sizing:
         main = portable(from_config(geometry, precision, config), archs)
-        main = _parted(main, nnz, archs)
+        main = parted(main, nnz, archs)
     else:
         main = _best(geometry, precision, device, options.batch, nnz, archs, bits)
     if sizing or options.batch < 4 or nnz > SMALL_NNZ:
@@ -96,16 +92,7 @@ def _best(
         best = from_config(geometry, precision, known.config)
     else:
         best = ranked(geometry, precision, batch, nnz, ceilings(device), archs, 1, bits)[0][0]
-    return _parted(best, nnz, archs)
-
-
-def _parted(s: Schedule, nnz: int, archs: tuple[int, ...]) -> Schedule:
-    """The schedule in as many launches as assembling it in bounded time asks for; they overlap where they can."""
-    fmas = nnz * s.rows
-    if s.parts or fmas <= WHOLE_FMAS:
-        return s
-    count = min(-(-fmas // PART_FMAS), groups_of(s.geometry, s.channels)[0])
-    return replace(s, parts=count, dependent=s.dependent or (count > 1 and min(archs) >= 90))
+    return parted(best, nnz, archs)
 
 
 def _plan(

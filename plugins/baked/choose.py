@@ -17,6 +17,10 @@ _COMBINES: tuple[Combine, ...] = ("none", "cluster", "planes")
 _SIZES = (64, 96, 128, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768)
 _OVERLAP_US = 12.0
 _REFINED = 32
+PART_FMAS = 60_000
+"""Fmas of one entry at most, where a layer is launched in parts: some 12 s of one core's ptxas (scripts/lab/NOTES.md)."""
+WHOLE_FMAS = 80_000
+"""Up to so many a layer stays one launch: a further one costs more at run time than it saves in assembling."""
 _SHARED_CODE = 3000
 """Nonzeros whose code (some 20 bytes each) stays in an SM's instruction cache: a 1x1 layer of four groups on 56x56 maps,
 whose inputs are too many for L2, took 62 us tile by tile for one group after the other and 50 for all groups."""
@@ -80,6 +84,20 @@ def groups_of(g: Geometry, channels: int) -> tuple[int, int, int]:
     return g.group * bins, -(-per_oc // bins), per_ic
 
 
+def part_count(s: Schedule, nnz: int) -> int:
+    """Launches: what the schedule says, else as many as assembling it in bounded time asks for."""
+    fmas = nnz * s.rows
+    wanted = s.parts or (1 if fmas <= WHOLE_FMAS else -(-fmas // PART_FMAS))
+    return max(1, min(wanted, groups_of(s.geometry, s.channels)[0]))
+
+
+def parted(s: Schedule, nnz: int, archs: tuple[int, ...]) -> Schedule:
+    """The schedule with its number of launches settled; those that were not asked for overlap where they can."""
+    count = part_count(s, nnz)
+    overlap = not s.parts and count > 1 and min(archs) >= 90
+    return replace(s, parts=count, dependent=s.dependent or overlap)
+
+
 def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     """Counts of one launch at this batch, weights taken as spread evenly. Not `exact`: rows and bytes by rule of thumb."""
     g = s.geometry
@@ -122,7 +140,7 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
         heaviest=instructions * 1.03, loads=loads, pieces=groups * s.splits, fill_bytes=fill,
         read_bytes=batch * g.ic * g.h * g.w * s.global_bytes, write_bytes=output * s.global_bytes, cluster=s.cluster,
         stages=stages, ahead=max(1, s.ring_slots - 1), cluster_bytes=blocks * sums * (s.splits - 1) / s.splits if s.combine == "cluster" else 0.0,
-        planes_bytes=2.0 * s.splits * output * 4 if s.combine == "planes" else 0.0,
+        planes_bytes=2.0 * s.splits * output * 4 if s.combine == "planes" else 0.0, launches=part_count(s, nnz),
     )  # fmt: skip
 
 

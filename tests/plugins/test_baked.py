@@ -157,8 +157,8 @@ def test_code_assembles_for_every_target(arch: int, config: Config) -> None:
 
 
 def test_a_large_layer_is_launched_in_parts_that_overlap_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsedeploy.plugins.baked.WHOLE_FMAS", 50)
-    monkeypatch.setattr("sparsedeploy.plugins.baked.PART_FMAS", 40)
+    monkeypatch.setattr("sparsedeploy.plugins.baked.choose.WHOLE_FMAS", 50)
+    monkeypatch.setattr("sparsedeploy.plugins.baked.choose.PART_FMAS", 40)
     case = fill(SQUARE, EPILOGUES[0], 100, batch=1, seed=6)
     for archs, overlap in (((90,), True), ((80, 90), False)):
         node = build(case, {"channels": 2, "pixels": 32, "stage_channels": 2}, "fp32", archs)
