@@ -113,6 +113,8 @@ class _Loaded:
     arithmetic: Arithmetic
     runner: Runner
     load_s: float
+    notes: tuple[str, ...]
+    """The runner's when it was loaded; what sessions add is about their shapes."""
 
     def name(self, graph: bool) -> str:
         return _name(self.which, self.arithmetic, self.runner.name, graph)
@@ -244,7 +246,7 @@ def _load(subject: _Subject, tools: Tools, which: Which, name: RunnerName, arith
         runner.close()
         subject.left_out.append(LeftOut(name=_name(which, arithmetic, name), reason=reason))
         return
-    subject.loaded.append(_Loaded(which, arithmetic, runner, (tools.clock() - start) / 1e9))
+    subject.loaded.append(_Loaded(which, arithmetic, runner, (tools.clock() - start) / 1e9, tuple(runner.notes)))
 
 
 @dataclass
@@ -256,6 +258,12 @@ class _Variant:
     session: Session
     feeds: dict[str, Array] = field(default_factory=dict)
     outputs: tuple[OutputCheck, ...] = ()
+    known_notes: int = 0
+    """How many notes the runner had before this case."""
+
+    def notes(self) -> tuple[str, ...]:
+        """The runner's own notes and those about this case's shapes."""
+        return (*self.loaded.notes, *tuple(self.loaded.runner.notes)[self.known_notes :])
 
 
 @dataclass(frozen=True)
@@ -330,6 +338,7 @@ def _open(
 ) -> None:
     """A checked session for every model with and without a CUDA graph, added to `variants`."""
     for loaded in subject.loaded:
+        known_notes = len(loaded.runner.notes)
         for graph in (False, True):
             name = loaded.name(graph)
             try:
@@ -343,7 +352,7 @@ def _open(
                 session.close()
                 left_out.append(LeftOut(name=name, reason="this runner captures no CUDA graph of it"))
                 continue
-            variant = variants[name] = _Variant(loaded, graph, session)
+            variant = variants[name] = _Variant(loaded, graph, session, known_notes=known_notes)
             variant.feeds = _typed(loaded.runner, expected.feeds)
             variant.outputs = _check(subject, variant, expected)
             if loaded.which == "dense" and loaded.arithmetic != subject.manifest.precision and not _passed(variant):
@@ -407,7 +416,7 @@ def _timing(name: str, variant: _Variant, samples: Samples) -> Timing:
         enqueue=describe(_all(samples.enqueue_ms)), latency=describe(_all(samples.latency_ms)),
         h2d=describe(_all(samples.h2d_ms)), d2h=describe(_all(samples.d2h_ms)),
         throughput=float(np.median(samples.per_second)), rounds_ms=rounds, interval_ms=mean_interval(rounds),
-        rounds_cv=variation(rounds), notes=tuple(runner.notes),
+        rounds_cv=variation(rounds), notes=variant.notes(),
     )  # fmt: skip
 
 

@@ -98,7 +98,9 @@ class FakeRunner:
         bench.open_runners += 1
 
     def session(self, shapes: Mapping[str, tuple[int, ...]], graph: bool = False) -> FakeSession:
-        """A session at these shapes."""
+        """A session at these shapes, which it notes once."""
+        note = "shapes " + " ".join("x".join(map(str, shape)) for shape in shapes.values())
+        self.notes = self.notes if note in self.notes else (*self.notes, note)
         return (SteppedSession if self.bench.steps else FakeSession)(self, shapes, graph)
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,6 +143,9 @@ def test_batches_are_cases_and_their_inputs_grow(made: Path) -> None:
     assert found.settings.batches == (1, 8)
     assert found.cases[1].timing("dense fp32, torch").gpu_compute.median_ms > 4.0
     assert [any("convert --batch 8" in note for note in case.notes) for case in found.cases] == [False, True]
+    shapes = ["shapes 1x16x8x8", "shapes 8x16x8x8"]
+    for case, own in zip(found.cases, shapes, strict=True):
+        assert {timing.notes for timing in case.timings} == {("PyTorch 0.0 (fake)", own)}
 
 
 # --- wrong results have no times ---------------------------------------------------------------------------------
