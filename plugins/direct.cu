@@ -360,6 +360,20 @@ template <int COUNT> DEVICE void store(const sum_t* sums, int t, int first, int 
   }
 }
 
+#if SPLITS > 1
+// Each unit goes to the block that owns it, to `at` there.
+DEVICE void push_slot(const sum_t* sums, u32 slot, u32 at, u32 barrier) {
+#pragma unroll
+  for (int q = 0; q < QUADS; ++q) {
+    const u32 unit = slot * QUADS + q, owner = unit / SHARE;
+    u32 v[VEC];
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) v[j] = SUM_BITS(sums[q * VEC + j]);
+    push(address_in(at + (unit - owner * SHARE) * (PIXELS * VEC * 4), owner), address_in(barrier, owner), v);
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
     const element* __restrict__ x, element* __restrict__ y,
 #if RESIDUAL
@@ -429,6 +443,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
   }
 #pragma unroll
   for (int stage = 0; stage < FIRST; ++stage) put(&fetched[stage], buffers + stage * BUFFER_WORDS + tap_place, mine, stage, t);
+#if SPLITS > 1
+  // Received are [source rank][unit of the share][thread][VEC].
+  u32* received = buffers + BUFFERS * BUFFER_WORDS;
+  const u32 at_mine = shared_address(received) + (rank * (SHARE * PIXELS) + t) * (VEC * 4);
+#endif
 #if RESIDENT
 #pragma unroll
 #else
@@ -454,6 +473,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
       fill(next, x, at, chunks[2 * stage + 2], chunks[2 * stage + 3], n, h, w, half, tid);
       copies_commit();
     }
+    const bool last = stage + 1 == STAGES;
+#if SPLITS > 1
+    if (last) cluster_wait();                                  // every block of the cluster runs
+#endif
     const u8* from = (const u8*)(buffer + base);
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
@@ -471,30 +494,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
         const uint2 one = *(const uint2*)taps;
         add_tap(sums[s], from, one.x, one.y);
       }
+      // A finished sum leaves at once: other warps compute meanwhile.
+      if (last && t < PIXELS) {
+#if SPLITS > 1
+        push_slot(sums[s], mine[s * SLOT_INTS], at_mine, barrier);
+#else
+        store<ROWS>(sums[s], t, 0, mine[s * SLOT_INTS + 1], at, n, half, y, bias, residual);
+#endif
+      }
     }
     if (more) put(&fetched[0], next + tap_place, mine, stage + 1, t);
   }
 
 #if SPLITS > 1
-  // Each unit goes to the block that owns it: [source rank][unit of the share][thread][VEC].
-  u32* received = buffers + BUFFERS * BUFFER_WORDS;
-  const u32 at_mine = shared_address(received) + (rank * (SHARE * PIXELS) + t) * (VEC * 4);
-  cluster_wait();                                              // every block of the cluster runs
-  if (t < PIXELS) {
-#pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
-      const u32 slot = mine[s * SLOT_INTS];
-#pragma unroll
-      for (int q = 0; q < QUADS; ++q) {
-        const u32 unit = slot * QUADS + q, owner = unit / SHARE;
-        u32 v[VEC];
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) v[j] = SUM_BITS(sums[s][q * VEC + j]);
-        const u32 there = address_in(at_mine + (unit - owner * SHARE) * (PIXELS * VEC * 4), owner);
-        push(there, address_in(barrier, owner), v);
-      }
-    }
-  }
   wait_pushes(barrier);
   for (int e = tid; e < owned * PIXELS; e += THREADS) {
     const int lane = e % PIXELS, unit = e / PIXELS, first = (rank * SHARE + unit) % QUADS * VEC;
@@ -531,11 +543,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
 #endif
     }
     store<VEC>(total, lane, first, oc, at, n, half, y, bias, residual);
-  }
-#else
-  if (t < PIXELS) {
-#pragma unroll
-    for (int s = 0; s < SLOTS; ++s) store<ROWS>(sums[s], t, 0, mine[s * SLOT_INTS + 1], at, n, half, y, bias, residual);
   }
 #endif
 }

@@ -470,12 +470,13 @@ def _work(space: _Space, nnz: int, device: Device) -> dict[str, NDArray[np.float
     vec = np.where(rows >= 3, 4, rows)
     units = -(-rows // vec) * channels
     received = np.where(splits > 1, 4 + splits * -(-units // splits) * images * groups * cols * vec, 0)
-    capacity = np.round(1.3 * per_slot + 2 * np.sqrt(per_slot)) + 4
+    capacity = np.round(per_slot + 3 * np.sqrt(per_slot)) + 4
     table = channels * (3 + 3 * s.stages) + 2 * s.stages
     buffer = stage * images * s.image_words + channels * capacity * 2
     shared_bytes = 4 * (table + buffer * np.minimum(s.stages, buffers) + received)
     fits = device.shared_kb_per_block * 1024 // shared_bytes
-    resident = np.minimum(_registers(device) // (threads * (slots * rows + 48)), np.minimum(fits, 2048 // threads))
+    live = np.where(s.stages == 1, rows, slots * rows)
+    resident = np.minimum(_registers(device) // (threads * (live + 48)), np.minimum(fits, 2048 // threads))
     resident = np.maximum(resident, 1)
     halves = 1 if s.pairs == "none" else 2
     items = stage * s.stages * s.tile_words / s.vector * halves
@@ -554,7 +555,7 @@ def predict(layer: ConvLayer, device: Device, precision: Precision, batch: int, 
 _SETS = (4, 6, 8, 9, 10, 11, 12, 14, 15, 16, 18, 19, 20, 22, 24)
 _SLOTS = (1, 2, 3, 4, 6, 8)
 _SPLITS = (1, 2, 4, 8)
-_MAX_WARPS = 24
+_MAX_WARPS = 32
 _PIXEL_SHAPES = 8
 _TILE_SHARE = 0.7
 """Of the device's shared memory, for the stages' inputs: the rest holds weights and sums."""
@@ -597,7 +598,7 @@ def _tilings(g: Geometry, shared_kb: int, registers: int, n: int, precision: Pre
     tile_bytes = 4 * np.minimum(buffers, stages) * stage * image_words
     keep = (
         (sets * warps <= _MAX_WARPS)
-        & (threads * (slots * rows + 64) <= registers)
+        & (threads * (np.where(stages == 1, rows + 48, slots * rows + 64)) <= registers)
         & (slots * rows <= 64)
         & ((slots == 1) | (sets * (slots // 2) < g.oc))
         & ((splits == 1) | ((g.group == 1) & (per_ic >= 8 * splits) & (channels >= splits)))

@@ -12,12 +12,14 @@ import argparse
 import gzip
 import json
 import pickle
+import re
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +81,28 @@ def described(tiling: direct.Tiling, stages: int) -> str:
     )
 
 
-def direct_works(g: Geometry, w: Any, sparsity: float, n: int, precision: Precision, top: int) -> list[Work]:
-    """The best tilings by prediction, each of another shape of block."""
+def parsed(g: Geometry, text: str) -> direct.Tiling:
+    """Inverse of `described`."""
+    pattern = r"i(\d+) g(\d+) r(\d+) c(\d+) w(\d+) sets(\d+) slots(\d+) k(\d+) st(\d+)\S* b(\d+) (none|images|rows)"
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise SystemExit(f"{text}: not a tiling")
+    *numbers, buffers = map(int, match.groups()[:10])
+    return direct.Tiling(g, *numbers, pairs=match.group(11), buffers=buffers)  # type: ignore[arg-type]
+
+
+def direct_works(
+    g: Geometry, w: Any, sparsity: float, n: int, precision: Precision, top: int, asked: list[direct.Tiling]
+) -> list[Work]:
+    """The best tilings by prediction, each of another shape of block, and those asked for."""
     device, options = find("h200"), BuildOptions(precision, n, (90,))
     bare = PACKED.build(layer_for(g), w, None, device, {}, replace(options, archs=())).node
     places = PACKED.places(bare)
     chosen: dict[tuple[int, ...], tuple[direct.Tiling, float]] = {}
-    for tiling, guess in direct.ranked(g, int(np.count_nonzero(w)), device, n, precision, True):
+    nnz = int(np.count_nonzero(w))
+    given = [(tiling, direct.estimate(tiling, nnz, n, device, precision)) for tiling in asked]
+    top += len(given)
+    for tiling, guess in chain(given, direct.ranked(g, nnz, device, n, precision, True)):
         kind = (tiling.rows, tiling.warps, tiling.splits, tiling.sets, tiling.slots)
         if kind in chosen or tiling.shared_bytes(1, 2) > 1024 * device.shared_kb_per_block:
             continue
@@ -148,8 +165,8 @@ def escoin_work(g: Geometry, w: Any, sparsity: float, n: int) -> Work:
     return Work("escoin", replace(bare, plan=plan, images=images_of(text, "fp32", "escoin.cu")), n, sparsity, 0.0, "")
 
 
-def prepare(folder: Path, top: int, only: str, baselines: bool) -> None:
-    """Write the work list, most important first."""
+def prepare(folder: Path, top: int, only: str, baselines: bool, tilings: str) -> None:
+    """Write the work list, most important first. `tilings` has lines as `64@56 N=32 fp16: i1 g2 ...`, for 90 %."""
     folder.mkdir(parents=True, exist_ok=True)
     works: list[Work] = []
     kinds = [(sparsity, n) for batches in ((1, 32), (8,)) for sparsity in (0.9, 0.95, 0.98) for n in batches]
@@ -160,9 +177,12 @@ def prepare(folder: Path, top: int, only: str, baselines: bool) -> None:
             if only and only not in f"{label};":
                 continue
             w, started = pruned(g, sparsity), time.perf_counter()
-            count = top if sparsity == 0.9 and n != 8 else max(1, top // 2)
+            count = top if sparsity == 0.9 and n != 8 else max(1, top // 4)
             for precision in ("fp32", "fp16"):
-                works += direct_works(g, w, sparsity, n, precision, count)  # type: ignore[arg-type]
+                head = f"{channels}@{size} N={n} {precision}: "
+                lines = [line[len(head) :] for line in tilings.splitlines() if line.startswith(head)]
+                asked = [parsed(g, line.strip()) for line in lines] if sparsity == 0.9 else []
+                works += direct_works(g, w, sparsity, n, precision, count, asked)  # type: ignore[arg-type]
             if sparsity == 0.9 and baselines:
                 works += [paper_work(g, w, sparsity, n), escoin_work(g, w, sparsity, n)]
             print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
@@ -307,10 +327,12 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--cudnn", action="store_true")
     parser.add_argument("--launches", type=int, default=20)
+    parser.add_argument("--tilings", type=Path, help="file of tilings to prepare besides")
     parser.add_argument("--baselines", action="store_true", help="prepare the paper's kernel and Escoin too")
     options = parser.parse_args()
     if options.action == "prepare":
-        prepare(options.folder, options.top, options.only, options.baselines)
+        tilings = options.tilings.read_text(encoding="utf-8") if options.tilings else ""
+        prepare(options.folder, options.top, options.only, options.baselines, tilings)
         return 0
     return run(options.folder, options.out, options.cudnn, options.only, options.launches)
 
