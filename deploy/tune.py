@@ -762,6 +762,13 @@ def tune_reading(
         )  # fmt: skip
         with Builders(settings.compile_s, settings.workers) as builder:
             return tune_on(stage, subject, builder, settings)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which is not imported here
+            raise
+        raise MachineError(
+            f"{reading.model.path.name}: the GPU's memory did not suffice at batch {reading.batch}: {error}. End what else runs on "
+            "it, or convert for a smaller --batch and tune that."
+        ) from error
     finally:
         stage.close()
 
