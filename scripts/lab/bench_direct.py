@@ -165,6 +165,12 @@ def escoin_work(g: Geometry, w: Any, sparsity: float, n: int) -> Work:
     return Work("escoin", replace(bare, plan=plan, images=images_of(text, "fp32", "escoin.cu")), n, sparsity, 0.0, "")
 
 
+def deduplicated(work: Work, known: dict[bytes, Any]) -> Work:
+    """The work with arrays that others have already replaced by theirs: pickle then writes them once."""
+    constants = tuple(known.setdefault(array.tobytes(), array) for array in work.node.constants)
+    return replace(work, node=replace(work.node, constants=constants))
+
+
 def prepare(folder: Path, top: int, only: str, baselines: bool, tilings: str) -> None:
     """Write the work list, most important first. `tilings` has lines as `64@56 N=32 fp16: i1 g2 ...`, for 90 %."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,7 +193,8 @@ def prepare(folder: Path, top: int, only: str, baselines: bool, tilings: str) ->
                 works += [paper_work(g, w, sparsity, n), escoin_work(g, w, sparsity, n)]
             print(f"{label}: {time.perf_counter() - started:.0f} s", flush=True)
     path = folder / "works.pickle.gz"
-    path.write_bytes(gzip.compress(pickle.dumps(works)))
+    known: dict[bytes, Any] = {}
+    path.write_bytes(gzip.compress(pickle.dumps([deduplicated(work, known) for work in works])))
     print(f"{len(works)} works, {path.stat().st_size / 1e6:.1f} MB")
 
 
