@@ -22,6 +22,7 @@ from sparsedeploy.plugins.baked.interpret import run_plan
 from sparsedeploy.plugins.csr import CSR
 from sparsedeploy.plugins.direct import Tiling, choose, with_code
 from sparsedeploy.plugins.kernel import BuildOptions, Built, UnfitWeightsError
+from sparsedeploy.plugins.launch import choose as choose_variant
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.plugins.packed import PACKED
 from sparsedeploy.plugins.reference import conv2d
@@ -193,6 +194,24 @@ def test_predictions_rank_tilings_and_no_cluster_is_chosen_for_older_devices() -
     assert ampere.splits == 1
     assert 1.5 < guess.us < 20
     assert hopper.shared_bytes(hopper.stages(512), 100) <= 227 * 1024
+
+
+def test_small_batches_get_an_sm_for_each_block() -> None:
+    """A variant of its own asks for over half of the shared memory as long as all blocks run at once."""
+    g = Geometry(oc=64, ic=64, kh=3, kw=3, h=14, w=14, pads=(1, 1, 1, 1))
+    device, tiling = find("h200"), Tiling(g, 1, 2, 7, 14, 1, 8, 2, 4, 16)  # 4 blocks of channels, clusters of 4
+    plan = direct.make_plan(tiling, "csr", EPILOGUES[0], "fp32", 4, 30_000, device)
+    assert [(variant.max_n, variant.ops[0].shared_bytes) for variant in plan] == [(7, 117_248), (0, 30_000)]  # type: ignore[union-attr]
+    assert 2 * 117_248 > 228 * 1024 > 227 * 1024 > 117_248
+    for variant, n in zip(plan, (7, 8), strict=True):
+        (launch,) = variant.ops
+        assert choose_variant(plan, "fp32", n) is variant
+        blocks = np.prod([size.value({"N": n, "OH": 14, "OW": 14}) for size in launch.grid])  # type: ignore[union-attr]
+        assert (blocks <= 120) == (n <= 7)
+    assert len(direct.make_plan(tiling, "csr", EPILOGUES[0], "fp32", 4, 200_000, device)) == 1
+    assert len(direct.make_plan(tiling, "csr", EPILOGUES[0], "fp32", 31, 30_000, device)) == 1
+    (alone,) = direct.make_plan(tiling, "csr", EPILOGUES[0], "fp32", 4, 30_000)
+    assert not alone.ops[0].dependent  # type: ignore[union-attr]
 
 
 def test_weights_that_fit_no_tiling_keep_the_layer_dense() -> None:

@@ -299,6 +299,41 @@ def test_missing_cluster_barrier_is_an_error(before: str, between: str) -> None:
         run(body + STORE, words(64), blocks=2, shared=128, cluster=2)
 
 
+ASYNC = """mov.u32 %r7, smem; mov.u32 %r10, %cluster_ctarank; shl.b32 %r8, %r1, 3; add.s32 %r8, %r7, %r8; add.s32 %r8, %r8, 16;
+  setp.ne.u32 %p1, %r1, 0; @%p1 bra MADE;
+  mbarrier.init.shared::cta.b64 [%r7], 1; fence.mbarrier_init.release.cluster;
+  mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r7], {bytes};
+MADE: barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;
+  xor.b32 %r11, %r10, 1; mapa.shared::cluster.u32 %r12, %r8, %r11; mapa.shared::cluster.u32 %r13, %r7, {barrier};
+  st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%r12], {{%r4, %r1}}, [%r13];
+  {wait} ld.shared.u32 %r6, [%r8];"""
+WAIT = "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r7], 0; @!%p2 bra AGAIN;"
+
+
+def test_asynchronous_stores_count_themselves_in_at_an_mbarrier() -> None:
+    got = run(ASYNC.format(bytes=256, barrier="%r11", wait=WAIT) + STORE, words(128), blocks=4, shared=272, cluster=2)
+    assert got.reshape(4, 32).tolist() == np.arange(128).reshape(4, 32)[[1, 0, 3, 2]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"wait": ""}, "has not been waited for"),
+        ({"bytes": 260}, "waited at for ever"),
+        ({"barrier": "%r10"}, "stores to another block than its mbarrier's"),
+        (
+            {"wait": "add.s32 %r7, %r7, 8; " + WAIT},
+            "uses byte 8 of shared memory as an mbarrier, which nothing made one",
+        ),
+        ({"wait": WAIT.replace(", 0;", ", 1;")}, "only the first phase"),
+    ],
+)
+def test_misuse_of_an_mbarrier_is_an_error(given: dict[str, object], message: str) -> None:
+    body = ASYNC.format(**{"bytes": 256, "barrier": "%r11", "wait": WAIT, **given})
+    with pytest.raises(InterpretError, match=message):
+        run(body + STORE, words(64), blocks=2, shared=272, cluster=2)
+
+
 def test_atomics_give_each_thread_its_turn() -> None:
     body = "ld.param.u64 %d5, [out]; mov.u32 %r9, 3; setp.lt.u32 %p1, %r1, 5; @%p1 atom.global.add.u32 %r6, [%d5+128], %r9; @!%p1 mov.u32 %r6, 0;"
     memory, out = GlobalMemory(), np.zeros(33, np.uint32)
