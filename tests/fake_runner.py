@@ -55,6 +55,7 @@ class Bench:
     now_ns: float = 0.0
     busy_until_ns: float = 0.0
     random: random.Random = field(default_factory=lambda: random.Random(1))
+    known: dict[tuple[str, bytes], dict[str, NDArray[Any]]] = field(default_factory=dict)
     open_sessions: int = 0
     open_runners: int = 0
 
@@ -108,7 +109,14 @@ class FakeRunner:
         raise NotImplementedError
 
     def answer(self, feeds: Feeds) -> dict[str, NDArray[Any]]:
-        """What the model makes of its inputs."""
+        """What the model makes of its inputs; run once for all sessions of the machine."""
+        key = (str(self.model), b"".join(value.tobytes() for value in feeds.values()))
+        if key not in self.bench.known:
+            self.bench.known[key] = self.run_restored(feeds)
+        return {name: value.copy() for name, value in self.bench.known[key].items()}
+
+    def run_restored(self, feeds: Feeds) -> dict[str, NDArray[Any]]:
+        """By ONNX Runtime, with the weights that the nodes carry."""
         with tempfile.TemporaryDirectory() as folder:
             save(self.restored, Path(folder) / "m.onnx")
             return {name: np.array(value) for name, value in run_file(Path(folder) / "m.onnx", dict(feeds)).items()}
@@ -156,7 +164,7 @@ class FakeSession:
         self.wait()
         self.bench.now_ns += 1e3 * self.bench.copy_us / 4
         feeds = self.first if self.graph and self.bench.stale else self.feeds
-        key = b"".join(np.ascontiguousarray(value).tobytes()[:4096] for value in feeds.values())
+        key = b"".join(np.ascontiguousarray(value).tobytes() for value in feeds.values())
         if key not in self.answers:
             outputs = self.runner.answer(feeds)
             self.bench.spoil(self.runner.which, self.runner.arithmetic, outputs)
