@@ -92,7 +92,7 @@ def check_code(node: SparseConv, blocks: int = BLOCKS, seed: int = 0) -> CodeChe
     x = rng.random((1, g.ic, g.h, g.w)).astype(element)
     residual = rng.random((1, g.oc, g.oh, g.ow)).astype(element) if node.has_residual else None
     arch = max(image.arch for image in node.images)
-    some = _some(node, blocks, rng)
+    some = sample_blocks(node, blocks, rng)
     try:
         got = run_plan(
             node.plan, node.images, node.precision, x, residual, node.constants, g, arch=arch, blocks=some
@@ -116,10 +116,10 @@ def check_code(node: SparseConv, blocks: int = BLOCKS, seed: int = 0) -> CodeChe
     )  # fmt: skip
 
 
-def _some(node: SparseConv, count: int, rng: np.random.Generator) -> dict[int, list[int]]:
+def sample_blocks(node: SparseConv, count: int, rng: np.random.Generator) -> dict[int, list[int]]:
     """Blocks to run of every launch that reads the input: whole clusters, the first and the last and some between.
 
-    A launch that is not named runs whole; {} is all. Several launches share `count`, two of each at least.
+    A launch that is not named runs whole; {} is all. Several launches share `count`, at least one of each.
     """
     g = node.geometry
     variant = choose(node.plan, node.precision, 1)
@@ -128,15 +128,17 @@ def _some(node: SparseConv, count: int, rng: np.random.Generator) -> dict[int, l
         (number, op) for number, op in enumerate(variant.ops if variant else ())
         if isinstance(op, Launch) and any(arg.kind == "input" for arg in op.args)
     ]  # fmt: skip
+    share = max(1, count // max(1, len(reading)))
     chosen: dict[int, list[int]] = {}
-    for number, op in reading:
-        total, share = int(np.prod([size.value(sizes) for size in op.grid])), max(2, count // len(reading))
+    for i, (number, op) in enumerate(reading):
+        total = int(np.prod([size.value(sizes) for size in op.grid]))
         groups = total // op.cluster
         if groups <= share or op.cluster * groups != total:
             continue
-        between = rng.choice(np.arange(1, groups - 1), share - 2, replace=False)
-        some = sorted({0, groups - 1, *(int(group) for group in between)})
-        chosen[number] = [group * op.cluster + i for group in some for i in range(op.cluster)]
+        ends = [0, groups - 1] if share > 1 else [0] if i == 0 else [groups - 1] if i == len(reading) - 1 else []
+        inner = np.setdiff1d(np.arange(groups), ends)
+        some = sorted({*ends, *(int(group) for group in rng.choice(inner, share - len(ends), replace=False))})
+        chosen[number] = [group * op.cluster + block for group in some for block in range(op.cluster)]
     return chosen
 
 

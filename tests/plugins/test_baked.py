@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from sparsedeploy.code import check_code, sample_blocks
 from sparsedeploy.devices import DEVICES, find
 from sparsedeploy.layer import Epilogue, Geometry, Precision
 from sparsedeploy.plugins import epilogue
@@ -167,6 +168,18 @@ def test_a_large_layer_is_launched_in_parts_that_overlap_where_they_can(monkeypa
         assert all(op.dependent == overlap for op in ops)
         check(case, node, "f32", archs[0])
         assert set(assemble(node.images[0].data, archs[0]).usage) == {"conv_0", "conv_1", "conv_2"}
+
+
+def test_every_part_of_a_layer_is_sampled_when_its_code_is_checked() -> None:
+    """As many launches as blocks to run: one block of each, the layer's first and last among them."""
+    case = fill(Geometry(oc=16, ic=4, kh=3, kw=3, h=20, w=20, pads=(1, 1, 1, 1)), EPILOGUES[1], 100, batch=1, seed=6)
+    node = build(case, {"channels": 4, "pixels": 64, "stage_channels": 2, "parts": 4}, "fp32", (90,))
+    blocks = sample_blocks(node, 4, np.random.default_rng(0))
+    assert [len(chosen) for chosen in blocks.values()] == [1, 1, 1, 1]
+    assert (blocks[0], blocks[3]) == ([0], [6])
+    some = check_code(node)
+    assert some.passed
+    assert 0 < some.pixels < some.of
 
 
 def test_splits_are_summed_in_a_cluster_only_where_every_image_has_clusters() -> None:
