@@ -117,6 +117,23 @@ def test_many_keeps_order_and_assembles_equal_jobs_once(tmp_path: Path) -> None:
     assert len(entries(tmp_path)) == 3
 
 
+def test_entries_assemble_side_by_side_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head, body = ptx(90).split(b".visible", 1)
+    text = head + b"".join(
+        b".visible" + body.replace(b"entry one", b"entry " + name).replace(b"7;", value + b";")
+        for name, value in ((b"one", b"7"), (b"two", b"8"), (b"three", b"9"))
+    )
+    made = []
+    for threads in (1, 3):
+        monkeypatch.setattr(module, "_SIDE_BY_SIDE", threads)
+        monkeypatch.setattr(module.os, "cpu_count", lambda: 8)
+        monkeypatch.setenv(module.CACHE_VARIABLE, str(tmp_path / str(threads)))
+        made.append(assemble(text, 90))
+    assert made[0].cubin == made[1].cubin
+    assert len(made[0].usage) == 3
+    assert made[0].usage == made[1].usage
+
+
 def test_refused_ptx_shows_command_and_log() -> None:
     with pytest.raises(AssembleError) as error:
         assemble(ptx().replace(b"st.global.u32", b"st.nowhere.u32"), 80)
