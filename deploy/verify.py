@@ -134,7 +134,7 @@ class Verification(Document):
     @property
     def code_proven(self) -> bool:
         """Whether there is code, it computes its layers, and every cubin is what ptxas makes of it."""
-        return bool(self.code) and all(check.passed for check in (*self.code, *self.cubins))
+        return bool(self.code) and all(entry.passed for entry in self.code) and all(c.passed for c in self.cubins)
 
     @property
     def against_original(self) -> bool:
