@@ -130,7 +130,8 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     sums = oc * s.rows * s.threads * 4
     fill = input_rows * moved * ic_part * s.global_bytes * (2 if half else 1) * tiles * s.splits * groups
     row_bytes = (s.input_cols + s.chunk) * s.shared_bytes + 64
-    ring = int(s.stage_channels * s.ring_slots * (input_rows + 1) * row_bytes)
+    # A layer of few input channels has them all in two slots at most.
+    ring = int(min(s.stage_channels * s.ring_slots, 2 * ic_part) * (input_rows + 1) * row_bytes)
     shared = max(ring, sums) if s.combine == "cluster" else ring
     if exact:
         shared = s.block_bytes(oc)

@@ -1563,10 +1563,12 @@ def run_plan(
     *,
     arch: int | None = None,
     blocks: Mapping[int, Iterable[int]] | None = None,
+    unset: int = 0xFFFFFFFF,
 ) -> Array:
     """Run a plan's variant for x [N, ic, h, w] as the plugin would and return y [N, oc, oh, ow] of `dtype`.
 
-    Output and workspace start as NaN, so what is not written, or read before it is, shows. The image is the PTX for
+    Output and workspace start as NaN, so what is not written, or read before it is, shows; `unset` is another word for
+    the workspace to start with, since a ReLU makes 0 of NaN. The image is the PTX for
     `arch` and dtype, by default the newest architecture among them. `blocks` restricts ops (by number) to some of
     their blocks; elements nothing wrote are NaN. Raises InterpretError; ValueError when no variant or image fits.
     """
@@ -1581,7 +1583,7 @@ def run_plan(
     sizes = {"N": n, "H": h, "W": w, "OH": geometry.oh, "OW": geometry.ow}
     memory = GlobalMemory()
     output = np.full((n, geometry.oc, geometry.oh, geometry.ow), np.nan, element)
-    workspace = np.full(max(variant.workspace.value(sizes), 1), 0xFF, np.uint8)
+    workspace = np.full(-(-max(variant.workspace.value(sizes), 1) // 4), unset, np.uint32).view(np.uint8)
     addresses = {
         "input": memory.alloc("the input", x.astype(element)),
         "output": memory.alloc("the output", output, writable=True),
