@@ -22,8 +22,11 @@ from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import find
 from sparsedeploy.errors import CheckFailed, MachineError
-from sparsedeploy.layer import Precision
+from sparsedeploy.layer import Activation, ConvLayer, Epilogue, Geometry, Precision
+from sparsedeploy.plugins.baked import BAKED
+from sparsedeploy.plugins.kernel import BuildOptions
 from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.reading import count_zeros
 from sparsedeploy.verify import require
 
 
@@ -169,3 +172,29 @@ def test_without_a_compiler_a_cubin_is_neither_proven_nor_refused(
     require(result)
     (alone,) = check_cubins(replace(made, images=made.images[1:]))
     assert "0 PTX images lie beside it" in alone.problem
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "clip"])
+def test_sums_over_several_blocks_are_compared_where_all_were_run(activation: Activation) -> None:
+    """Input channels split over blocks, their sums added by a second launch: with some blocks interpreted, the sums of the
+    others are unknown, and neither right nor wrong, also behind a ReLU that makes 0 of them.
+    """
+    g = Geometry(oc=16, ic=32, kh=3, kw=3, h=24, w=20, pads=(1, 1, 1, 1))
+    weight = sparse_weight(g.weight_shape, 0.8)
+    epilogue = Epilogue(bias=True, activation=activation, low=0.0, high=6.0 if activation == "clip" else 0.0)
+    layer = ConvLayer(
+        name="c",
+        weight="w",
+        dtype="fp32",
+        shape=weight.shape,
+        geometry=g,
+        zeros=count_zeros(weight, 1),
+        epilogue=epilogue,
+    )
+    bias = np.linspace(-1, 1, 16, dtype=np.float32)
+    for splits in (2, 4):
+        config = {"channels": 8, "pixels": 64, "splits": splits, "combine": 2}
+        node = BAKED.build(layer, weight, bias, find("a100"), config, BuildOptions("fp32", 1, (80,))).node
+        check = check_code(node, blocks=2)
+        assert 0 < check.pixels < check.of
+        assert check.passed, check
