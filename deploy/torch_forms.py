@@ -72,10 +72,9 @@ Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 def forms_of(unit: ConvUnit, form: ConvForm, operands: Operands, inside: bool) -> dict[str, Callable[..., Tensor]]:
     """The ways to run a unit, by name; those that start with `nhwc` (only with `inside`) take the weight in that layout."""
-    separate = _separate(unit, form)
+    found = {"separate": _separate(unit, form)}
     if operands[0].device.type == "cpu":
-        return {"separate": separate}
-    found = {"separate": separate}
+        return found
     fused = _fused(unit, form)
     if fused is not None:
         found["fused"] = fused

@@ -18,12 +18,14 @@ from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError, MachineError
-from sparsedeploy.models.networks import build
+from sparsedeploy.max_pool import Pool, max_pool
+from sparsedeploy.models import networks
 from sparsedeploy.verify import run_file
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from sparsedeploy.torch_forms import PRECISIONS, pool_by, settings  # noqa: E402
+from sparsedeploy.torch_operators import Call, build, window  # noqa: E402
 from sparsedeploy.torch_runner import TorchRunner, load_torch  # noqa: E402
 
 Array = NDArray[Any]
@@ -241,7 +243,7 @@ def test_operators_that_are_missing_are_listed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "with_batchnorm"), [("resnet18", False), ("resnet18", True), ("mobilenet_v2", False)])
 def test_networks(name: str, with_batchnorm: bool, tmp_path: Path) -> None:
-    path = saved(build(name, image_size=32, num_classes=10, with_batchnorm=with_batchnorm), tmp_path)
+    path = saved(networks.build(name, image_size=32, num_classes=10, with_batchnorm=with_batchnorm), tmp_path)
     runner = compare_with_ort(path, {"input": RNG.random((3, 3, 32, 32), np.float32)}, 1e-4, device="cpu")
     steps = [step for program in runner._programs.values() for step in program.steps]
     assert not any(step.form == "BatchNormalization" for step in steps)
@@ -363,7 +365,7 @@ def test_a_session_copies_runs_and_copies_back(bundle: Path) -> None:
 
 
 def test_fp16_is_what_convert_makes_and_its_input_is_fp16(tmp_path: Path) -> None:
-    path = saved(build("resnet18", image_size=32, num_classes=10), tmp_path)
+    path = saved(networks.build("resnet18", image_size=32, num_classes=10), tmp_path)
     feeds = {"input": RNG.random((2, 3, 32, 32), np.float32)}
     runner = compare_with_ort(path, feeds, 2e-2, arithmetic="fp16", device="cpu")
     assert [binding.dtype for binding in runner.inputs] == ["float16"]
@@ -489,8 +491,6 @@ def test_arrays_on_the_device_are_read_where_they_lie(bundle: Path, library: str
     ],
 )
 def test_our_max_pool(attributes: dict[str, Any], dtype: str, tmp_path: Path) -> None:
-    from sparsedeploy.max_pool import Pool, max_pool
-    from sparsedeploy.torch_operators import Call, build, window
 
     x = torch.randn(2, 5, 23, 17, device="cuda", dtype=getattr(torch, dtype))
     x[1, 2, 7, 7] = float("nan")
