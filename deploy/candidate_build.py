@@ -8,6 +8,7 @@ assembler under it, which a thread or a pool of the standard library cannot do.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import signal
@@ -82,6 +83,8 @@ class Search:
     per_kernel: int
     kernels: tuple[str, ...] = ()
     """Names; empty: every kernel."""
+    hopeless: float = math.inf
+    """Configurations predicted to take so many times the fastest one's time are not worth compiling."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ def search(asked: Search) -> tuple[Option, ...]:
         if kernel.supports(asked.layer, asked.device, asked.precision) is None:
             configs = kernel.configs(asked.layer, asked.device, asked.precision, asked.batch)[: asked.per_kernel]
             found += [Option(kernel.name, config, prediction) for config, prediction in configs]
-    return tuple(found)
+    best = min((option.prediction.us for option in found), default=0.0)
+    return tuple(option for option in found if option.prediction.us <= asked.hopeless * best)
 
 
 class Builder(Protocol):

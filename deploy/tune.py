@@ -160,6 +160,8 @@ class Settings:
     """Configurations of each kernel that are built and timed."""
     kernels: tuple[str, ...] = ()
     """Names; empty: every kernel."""
+    hopeless: float = 4.0
+    """Candidates predicted to take so many times the fastest one's time are not built: predictions are seldom that wrong."""
     compile_s: float = 60.0
     """What building one candidate may take."""
     workers: int | None = None
@@ -176,7 +178,7 @@ class Settings:
     tell: Callable[[str], None] = lambda stage: None
 
 
-QUICK = Settings(per_kernel=2, compile_s=20.0, crossover=False, patience=3, final=Schedule(0.5, 0.1, 16))
+QUICK = Settings(per_kernel=2, hopeless=2.0, compile_s=20.0, crossover=False, patience=3, final=Schedule(0.5, 0.1, 16))
 """Choices in well under a minute, for benchmarks over many models."""
 
 
@@ -406,7 +408,8 @@ class _Tuner:
     def _try_candidates(self) -> None:
         s, heads = self.subject, [group[0] for group in self.groups]
         searches = [
-            Search(layer, s.device, s.precision, s.batch, self.settings.per_kernel, self.settings.kernels) for layer in heads
+            Search(layer, s.device, s.precision, s.batch, self.settings.per_kernel, self.settings.kernels, self.settings.hopeless)
+            for layer in heads
         ]  # fmt: skip
         with self._clock("search_s", f"choosing configurations for {len(heads)} layers"):
             found = self.builder.search(searches)

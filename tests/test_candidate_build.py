@@ -54,6 +54,16 @@ def test_search_offers_every_kernel_asked_for() -> None:
     assert {option.kernel for option in search(Search(layer, NANO, "fp32", 1, 3, ("csr",)))} == {"csr"}
 
 
+def test_search_leaves_out_what_is_predicted_hopelessly_slow() -> None:
+    layer = job(channels=16).layer
+    every = search(Search(layer, NANO, "fp32", 1, 2))
+    best = min(option.prediction.us for option in every)
+    limit = sorted(option.prediction.us for option in every)[len(every) // 2] / best
+    kept = search(Search(layer, NANO, "fp32", 1, 2, hopeless=limit))
+    assert kept == tuple(option for option in every if option.prediction.us <= limit * best)
+    assert 0 < len(kept) < len(every)
+
+
 def test_workers_answer_in_order_what_this_process_would() -> None:
     jobs = [job("baked", 8), job("baked", 24), job("baked", 8, 1e6), job("baked", 16)]
     with Builders(60.0, workers=2) as builders:
