@@ -58,9 +58,8 @@ def test_search_leaves_out_what_is_predicted_hopelessly_slow() -> None:
     layer = job(channels=16).layer
     every = search(Search(layer, NANO, "fp32", 1, 2))
     best = min(option.prediction.us for option in every)
-    limit = sorted(option.prediction.us for option in every)[len(every) // 2] / best
-    kept = search(Search(layer, NANO, "fp32", 1, 2, hopeless=limit))
-    assert kept == tuple(option for option in every if option.prediction.us <= limit * best)
+    kept = search(Search(layer, NANO, "fp32", 1, 2, hopeless=1.5))
+    assert kept == tuple(option for option in every if option.prediction.us <= 1.5 * best)
     assert 0 < len(kept) < len(every)
 
 
