@@ -147,6 +147,18 @@ def test_a_kernel_measured_there_may_be_planned_unasked(scanned: Scan) -> None:
     assert make_plan(scanned, NANO, "fp32", known).layers[0].choice == "baked"
 
 
+def test_a_layer_without_zeros_is_sparse_only_where_that_was_measured(tmp_path: Path) -> None:
+    onnx.save_model(one_conv(sparse_weight((16, 16, 3, 3), 0.0), pads=[1, 1, 1, 1]), tmp_path / "full.onnx")
+    full = scan(read(tmp_path / "full.onnx", NANO, "fp32"), NANO)
+    nnz = 16 * 16 * 9
+    assert full.layers[0].sparsity == 0
+    known = make_plan(full, NANO, "fp32", profile(dense(20.0), sparse(5.0, nnz))).layers[0]
+    assert known.choice == "csr"
+    assert "pays above" in known.reason
+    unknown = make_plan(full, NANO, "fp32", profile(dense(20.0))).layers[0]
+    assert (unknown.choice, unknown.reason) == (DENSE, "0 % zeros")
+
+
 def test_merging_keeps_both_and_the_newer_of_the_same() -> None:
     both = merged(profile(dense(20.0), sparse(5.0)), profile(dense(22.0), sparse(4.0, nnz=100), dense(9.0, batch=8)))
     assert sorted(point.us for point in both.dense) == [9.0, 22.0]
