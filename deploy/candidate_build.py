@@ -97,16 +97,33 @@ class Option:
 
 
 def search(asked: Search) -> tuple[Option, ...]:
-    """The `per_kernel` configurations of each kernel that are predicted fastest; kernels that no plan would choose unasked too."""
+    """Up to `per_kernel` different configurations of each kernel, predicted fastest first; kernels that no plan would choose
+    unasked too.
+    """
     found = []
     for kernel in KERNELS:
         if asked.kernels and kernel.name not in asked.kernels:
             continue
         if kernel.supports(asked.layer, asked.device, asked.precision) is None:
-            configs = kernel.configs(asked.layer, asked.device, asked.precision, asked.batch)[: asked.per_kernel]
-            found += [Option(kernel.name, config, prediction) for config, prediction in configs]
+            ranked = kernel.configs(asked.layer, asked.device, asked.precision, asked.batch)
+            options = [Option(kernel.name, config, prediction) for config, prediction in ranked]
+            found += _different(options, asked.per_kernel)
     best = min((option.prediction.us for option in found), default=0.0)
     return tuple(option for option in found if option.prediction.us <= asked.hopeless * best)
+
+
+def _different(options: Sequence[Option], count: int) -> list[Option]:
+    """The first `count` that are not all but the same: 767 and 768 pixels measure alike, and compile twice."""
+    chosen: list[Option] = []
+    for option in options:
+        if len(chosen) < count and not any(_alike(option.config, other.config) for other in chosen):
+            chosen.append(option)
+    return chosen
+
+
+def _alike(a: Config, b: Config) -> bool:
+    """Whether no parameter differs by more than a tenth."""
+    return a.keys() == b.keys() and all(abs(a[key] - b[key]) <= 0.1 * max(abs(a[key]), abs(b[key])) for key in a)
 
 
 class Builder(Protocol):

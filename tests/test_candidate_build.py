@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from small_models import sparse_weight
 
-from sparsedeploy.candidate_build import Builders, Job, Search, build_one, search
+from sparsedeploy.candidate_build import Builders, Job, Option, Search, _different, build_one, search
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Epilogue, Geometry
 from sparsedeploy.plugins import KERNELS
-from sparsedeploy.plugins.kernel import BuildOptions
+from sparsedeploy.plugins.kernel import BuildOptions, Prediction
 from sparsedeploy.reading import count_zeros
 
 NANO = find("jetson-nano")
@@ -61,6 +61,16 @@ def test_search_leaves_out_what_is_predicted_hopelessly_slow() -> None:
     kept = search(Search(layer, NANO, "fp32", 1, 2, hopeless=1.5))
     assert kept == tuple(option for option in every if option.prediction.us <= 1.5 * best)
     assert 0 < len(kept) < len(every)
+
+
+def test_candidates_that_are_all_but_the_same_are_one() -> None:
+    def option(**config: int) -> Option:
+        return Option("baked", config, Prediction(us=1.0, bound="compute", source="model"))
+
+    first, same, other, third = option(c=64, p=767), option(c=64, p=768), option(c=32, p=768), option(c=16, p=768)
+    assert _different([first, same, other, third], 2) == [first, other]
+    assert _different([first, same], 2) == [first]
+    assert _different([option(), option()], 2) == [option()]
 
 
 def test_workers_answer_in_order_what_this_process_would() -> None:
