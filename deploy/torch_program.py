@@ -126,9 +126,7 @@ class Builder:
             self.constants[name] if name in self.constants else self.values[name] if name else None for name in names
         )
         call = Call(node, self.owner.opset, inputs, constant)
-        run = build(call)
-        if self._may_overwrite(call):
-            run = IN_PLACE[node.op_type]
+        run, form = build(call), node.op_type
         outputs = tuple(node.output)
         read = [name for name in outputs[1:] if name in self.graph.outputs or self.graph.readers(name)]
         if read and node.op_type != "Split":
@@ -136,9 +134,10 @@ class Builder:
                 f"{node.op_type} '{node_label(node)}': the torch runner gives only its first output and others are read. Use "
                 "--runner onnxruntime, or a TensorRT engine."
             )
-        form = node.op_type
-        if form == "MaxPool" and self.layout == "nchw" and inputs[0] is not None and inputs[0].is_cuda:
-            form, run = self.owner.fastest_pool(call, run)
+        if self._may_overwrite(call):
+            run = IN_PLACE[node.op_type]
+        else:
+            form, run = self.owner.quickest(call, run)
         self._emit(node_label(node), form, run, names, outputs if node.op_type == "Split" else outputs[:1])
         if node.op_type not in VIEWS:
             self.fresh.update(outputs)

@@ -33,11 +33,22 @@ from sparsedeploy.converters.precision import to_fp16
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.converters.shapes import infer_shapes
 from sparsedeploy.errors import InputError, MachineError
+from sparsedeploy.layer import Precision
 from sparsedeploy.max_pool import MaxPool, Pool, max_pool
 from sparsedeploy.plugins import host
 from sparsedeploy.plugins.node import DOMAIN, OP_TYPE, SparseConv
 from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName, unpacked
-from sparsedeploy.torch_forms import PRECISIONS, Layout, Operands, captured, graph_us, pool_by, settings, to_nhwc
+from sparsedeploy.torch_forms import (
+    PRECISIONS,
+    Layout,
+    Operands,
+    alternatives,
+    captured,
+    graph_us,
+    pool_by,
+    settings,
+    to_nhwc,
+)
 from sparsedeploy.torch_operators import OPERATORS, Call, ConvForm, window
 from sparsedeploy.torch_program import Builder, Program, with_events
 
@@ -143,9 +154,10 @@ class TorchRunner:
                 self.constants[node.output[0]] = tensor_of(value)
         self._nodes = dict(nodes)
         self._runners: dict[str, host.Runner] = {}
-        self._device_constants: dict[int, Tensor] = {}
+        self._device_constants: dict[int, tuple[Tensor, Tensor]] = {}
+        """By the host tensor's id, with that tensor: an id is only its own while it lives."""
         self._choices: dict[tuple[Any, ...], str] = {}
-        self._pools: dict[tuple[Any, ...], MaxPool | None] = {}
+        self._pools: dict[tuple[Pool, Precision], MaxPool | None] = {}
         self._programs: dict[ShapeKey, Program] = {}
         self.measured: dict[str, float] = {}
         """Microseconds of each choice that was timed, by what it was; for reports."""
@@ -276,8 +288,8 @@ class TorchRunner:
     def on_device(self, constant: Tensor) -> Tensor:
         """A host constant on the device, copied once."""
         if id(constant) not in self._device_constants:
-            self._device_constants[id(constant)] = constant.to(self.torch_device)
-        return self._device_constants[id(constant)]
+            self._device_constants[id(constant)] = (constant, constant.to(self.torch_device))
+        return self._device_constants[id(constant)][1]
 
     def fastest(
         self, unit: ConvUnit, form: ConvForm, operands: Operands, layout: Layout,
@@ -295,31 +307,43 @@ class TorchRunner:
             self.measured |= {f"{label}: {name}": us for name, us in times.items()}
         return self._choices[key], forms[self._choices[key]]
 
-    def fastest_pool(self, call: Call, theirs: Callable[..., Tensor]) -> tuple[str, Callable[..., Tensor]]:
-        """A MaxPool of PyTorch or ours, whichever is faster here."""
-        x, w = call.x(), window(call)
-        out = theirs(x)
-        if x.dim() != 4 or x.dtype not in PRECISIONS or out.numel() >= 2**31:
-            return "MaxPool", theirs
+    def quickest(self, call: Call, plain: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
+        """The fastest way to run an operator other than a convolution, timed once per operator and shapes."""
+        if self.torch_device.type == "cpu":
+            return call.node.op_type, plain
+        forms = {call.node.op_type: plain} | alternatives(call) | self._our_pool(call, plain)
+        if len(forms) == 1:
+            return call.node.op_type, plain
+        operands = [None if value is None else value.to(self.torch_device) for value in call.inputs]
+        shapes = tuple(None if value is None else (tuple(value.shape), value.stride()) for value in operands)
+        key = (call.node.SerializeToString(), shapes, call.x().dtype)
+        if key not in self._choices:
+            times = {name: graph_us(lambda run=run: run(*operands), calls=4) for name, run in forms.items()}  # type: ignore[misc]
+            self._choices[key] = min(times, key=lambda name: times[name])
+            self.measured |= {f"{'x'.join(map(str, call.x().shape))} {name}": us for name, us in times.items()}
+        return self._choices[key], forms[self._choices[key]]
+
+    def _our_pool(self, call: Call, theirs: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+        """Our MaxPool, for the poolings that it can do."""
+        if call.node.op_type != "MaxPool":
+            return {}
+        x = call.x()
+        if x.dim() != 4 or x.dtype not in PRECISIONS or not x.is_contiguous():
+            return {}
+        w, shape = window(call), tuple(theirs(x).shape)
         pool = Pool(
             input=(x.shape[2], x.shape[3]),
-            output=(out.shape[2], out.shape[3]),
+            output=(shape[2], shape[3]),
             kernel=(w.kernel[0], w.kernel[1]),
             strides=(w.strides[0], w.strides[1]),
             pads=(w.pads[0][0], w.pads[1][0]),
             dilations=(w.dilations[0], w.dilations[1]),
         )
-        key = (pool, tuple(x.shape), x.dtype)
-        if key not in self._pools:
-            made = max_pool(pool, PRECISIONS[x.dtype], x.device.index or 0)
-            ours = None if made is None else pool_by(made, tuple(out.shape))
-            faster = ours is not None and graph_us(lambda: ours(x), calls=4) < graph_us(lambda: theirs(x), calls=4)
-            if made is not None and not faster:
-                made.close()
-                made = None
-            self._pools[key] = made
-        chosen = self._pools[key]
-        return ("MaxPool", theirs) if chosen is None else ("MaxPool, ours", pool_by(chosen, tuple(out.shape)))
+        key = (pool, PRECISIONS[x.dtype])
+        if key not in self._pools and math.prod(shape) < 2**31:
+            self._pools[key] = max_pool(*key, x.device.index or 0)
+        made = self._pools.get(key)
+        return {} if made is None else {"MaxPool, ours": pool_by(made, shape)}
 
     def _time_form(self, name: str, run: Callable[..., Tensor], operands: Operands, layout: Layout) -> float:
         x, weight, bias, residual = operands
@@ -340,7 +364,7 @@ class TorchRunner:
         elif hasattr(value, "__dlpack__"):
             tensor = torch.from_dlpack(value)
         elif hasattr(value, "__cuda_array_interface__"):
-            tensor = torch.astensor_of(value, device=self.torch_device)
+            tensor = torch.as_tensor(value, device=self.torch_device)
         else:
             raise InputError(
                 f"input {binding.name!r} is a {type(value).__name__}, needed an array: numpy, or on the device torch, CuPy or "

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from small_models import network, saved, sparse_weight
 
 from sparsedeploy.convert import Request, convert
+from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import find
@@ -24,7 +25,7 @@ from sparsedeploy.verify import run_file
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from sparsedeploy.torch_forms import PRECISIONS, pool_by, settings  # noqa: E402
+from sparsedeploy.torch_forms import PRECISIONS, alternatives, pool_by, settings  # noqa: E402
 from sparsedeploy.torch_operators import Call, build, window  # noqa: E402
 from sparsedeploy.torch_runner import TorchRunner, load_torch  # noqa: E402
 
@@ -269,6 +270,10 @@ def shape_arithmetic() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
+def load_torch_of_shape_arithmetic() -> TorchRunner:
+    return load_torch(Model(shape_arithmetic(), Path("m.onnx")), device="cpu")
+
+
 def test_shape_arithmetic_is_gone_from_the_program(tmp_path: Path) -> None:
     path = saved(shape_arithmetic(), tmp_path)
     runner = compare_with_ort(path, {"x": floats(3, 3, 8, 8)}, device="cpu")
@@ -336,6 +341,76 @@ def test_a_dense_layer_between_sparse_ones_keeps_its_addition(tmp_path: Path, ba
     (unit,) = runner.units({"x": (batch, 16, 8, 8)})
     assert (unit.conv.name, unit.epilogue.describe(), unit.residual) == ("c2", "add+relu", "x")
     assert model.proto.SerializeToString() == before
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "extra", "shape"),
+    [
+        ("GlobalAveragePool", {}, [], X),
+        ("Gemm", {"transB": 1}, [floats(5, 7), floats(5)], (3, 7)),
+        ("Gemm", {}, [floats(7, 5), floats(5)], (3, 7)),
+    ],
+)
+def test_other_ways_give_the_same(
+    op: str, attributes: dict[str, Any], extra: list[Array], shape: tuple[int, ...]
+) -> None:
+    node = one_node(op, attributes, extra, 17, shape).graph.node[0]
+    operands = tuple(torch.from_numpy(array) for array in (floats(*shape), *extra))
+    call = Call(node, 17, operands, (False, True, True)[: len(operands)])
+    expected = build(call)(*operands)
+    ways = alternatives(call)
+    assert len(ways) == 2
+    for run in ways.values():
+        torch.testing.assert_close(run(*operands), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_there_is_no_other_way_for_other_forms() -> None:
+    for op, attributes, extra, shape in (
+        ("Gemm", {"alpha": 2.0}, [floats(7, 5), floats(5)], (3, 7)),
+        ("Gemm", {}, [floats(7, 5), floats(3, 5)], (3, 7)),
+        ("Gemm", {}, [floats(7, 5)], (3, 7)),
+        ("GlobalAveragePool", {}, [], (2, 3, 4)),
+        ("Relu", {}, [], X),
+    ):
+        operands = tuple(torch.from_numpy(array) for array in (floats(*shape), *extra))
+        node = one_node(op, attributes, extra, 17, shape).graph.node[0]
+        assert alternatives(Call(node, 17, operands, (False,) * len(operands))) == {}
+
+
+class Bare:
+    """An array on the device that says no more than where it lies, as PyCUDA's do."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.shape = tuple(array.shape)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self._array.__cuda_array_interface__
+
+
+def test_an_array_that_only_says_where_it_lies(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = load_torch(bundle / "model.sparse.onnx", device="cpu")
+    x, asked = torch.zeros(1, 16, 8, 8), []
+
+    class Located:
+        __cuda_array_interface__: dict[str, Any] = {}
+
+    monkeypatch.setattr(torch, "as_tensor", lambda value, device: asked.append(value) or x)
+    array = Located()
+    assert runner._adopt(array, runner.inputs[0]) is x
+    assert asked == [array]
+    with pytest.raises(InputError, match="is a str, needed an array"):
+        runner._adopt("text", runner.inputs[0])
+
+
+def test_a_constant_on_the_device_is_that_constant() -> None:
+    """A constant that a program made dies with it, and the next may get its id."""
+    runner = load_torch_of_shape_arithmetic()
+    for number in range(50):
+        constant = torch.full((3,), float(number))
+        assert runner.on_device(constant).tolist() == [number] * 3
+        del constant
 
 
 def test_a_session_copies_runs_and_copies_back(bundle: Path) -> None:
@@ -454,15 +529,16 @@ def test_sparse_on_the_gpu(bundle: Path, graph: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("library", ["torch", "cupy", "pycuda"])
+@pytest.mark.parametrize("library", ["torch", "bare", "cupy", "pycuda"])
 def test_arrays_on_the_device_are_read_where_they_lie(bundle: Path, library: str) -> None:
     runner = load_torch(bundle / "model.sparse.onnx")
     feeds = inputs_of(runner)
     (name,) = feeds
     expected = run_file(bundle / "model.dense.onnx", feeds)["y"]
-    if library == "torch":
+    if library in ("torch", "bare"):
         array = torch.from_numpy(feeds[name]).cuda()
         address = array.data_ptr()
+        array = Bare(array) if library == "bare" else array
     elif library == "cupy":
         array = pytest.importorskip("cupy").asarray(feeds[name])
         address = array.data.ptr
