@@ -375,18 +375,22 @@ def _isa(tiling: Tiling, arch: int) -> str | None:
     return "8.1" if tiling.splits > 1 and arch == _CLUSTER_SM else None
 
 
-_BLOCK_US = 2.5
-"""Latency of a launch and of a block's first loads, which a wave of blocks pays once."""
-_PUSH_CYCLES, _STORE_CYCLES = 9.0, 12.0
+_BLOCK_US, _STAGE_US = 2.2, 0.77
+"""Latency of a launch and of a block's first loads, which a wave of blocks pays once, and of each stage from the third on."""
+_PUSH_CYCLES, _STORE_CYCLES = 5.5, 6.8
 """Of one warp's `vec` sums stored to another block's shared memory, and of its sum of each thread finished and stored."""
-_SHARED_SHARE, _FEW_WARPS = 1.02, 0.146
-"""Measured over counted cycles of shared-memory words; how much more where an SM has below 16 warps."""
-_ISSUE_SHARE: dict[Precision, float] = {"fp32": 0.86, "fp16": 1.94}
+_FIRST_BYTES_PER_CYCLE = 35.0
+"""At which a block's first stage arrives, while it has nothing to compute."""
+_SHARED_SHARE, _FEW_WARPS = 0.94, 0.16
+"""Measured over counted cycles of shared-memory words; how much more where an SM has below 20 warps."""
+_ISSUE_SHARE: dict[Precision, float] = {"fp32": 0.53, "fp16": 1.64}
 """Measured over counted issue slots of the other instructions; halves go to shared memory through registers.
 
-These are a least-squares fit to 83 tilings of ResNet-50's 3x3 layers at 90 %, N=1 and 32, measured on an H200; its
-root-mean-square error is 7 %.
+These are a least-squares fit to 159 tilings of ResNet-50's 3x3 layers at 90, 95 and 98 %, N=1, 8 and 32, measured on an
+H200; its root-mean-square error is 6 %.
 """
+_UNEVEN = 0.5
+"""Blocks more on the busiest SM than their number says, where several share one."""
 _CLUSTER_SMS = 120 / 132
 """Share of the SMs that clusters of 4 or 8 reach: processing clusters have unequal numbers of SMs (measured on an H200)."""
 
@@ -466,7 +470,7 @@ def _work(space: _Space, nnz: int, device: Device) -> dict[str, NDArray[np.float
     taps = nnz * np.minimum(channels, g.oc) / g.oc / splits
     per_slot = taps / (channels * s.stages)
     # The fullest set keeps the others waiting, stage by stage.
-    spread = 1 + 1.0 / np.sqrt(np.maximum(taps / sets / s.stages, 1.0))
+    spread = 1 + 1.5 / np.sqrt(np.maximum(taps / sets / s.stages, 1.0))
     vec = np.where(rows >= 3, 4, rows)
     units = -(-rows // vec) * channels
     received = np.where(splits > 1, 4 + splits * -(-units // splits) * images * groups * cols * vec, 0)
@@ -476,19 +480,24 @@ def _work(space: _Space, nnz: int, device: Device) -> dict[str, NDArray[np.float
     shared_bytes = 4 * (table + buffer * np.minimum(s.stages, buffers) + received)
     fits = device.shared_kb_per_block * 1024 // shared_bytes
     live = np.where(s.stages == 1, rows, slots * rows)
-    resident = np.minimum(_registers(device) // (threads * (live + 48)), np.minimum(fits, 2048 // threads))
+    # As many registers as the compiler takes where one block is all that it is asked for.
+    resident = np.minimum(_registers(device) // (threads * (live + 80)), np.minimum(fits, 2048 // threads))
     resident = np.maximum(resident, 1)
+    waves = -(-per_sm // resident)
+    # Blocks that share SMs are not laid evenly, least of all beside those of the launch ahead.
+    per_sm = per_sm + _UNEVEN * ((per_sm > 1) & (resident > 1))
     halves = 1 if s.pairs == "none" else 2
     items = stage * s.stages * s.tile_words / s.vector * halves
     decodes = channels * s.stages * warps * -(-np.round(1.3 * per_slot + 0.5) // (32 * warps))
     return {
         "fits": fits >= 1,
-        "waves": -(-per_sm // resident),
+        "waves": waves,
         "warps": np.minimum(per_sm, resident) * threads / 32,
         "words": per_sm * taps * spread * warps * (rows * s.conflicts + 0.5),
         "other": per_sm * (decodes * 25 + items / 32 * 6) / 2,
         "pushes": np.where(splits > 1, per_sm * units * warps, 0),
         "stores": per_sm * np.minimum(channels, g.oc) * rows * warps * halves / splits,
+        "first_words": waves * stage * s.tile_words * halves,
         "fill_words": s.tiles * (g.ic * s.tile_words * s.channel_blocks / g.group) * halves,
     }
 
@@ -499,12 +508,14 @@ def _times(
     """Predicted microseconds of each tiling, infinite where it cannot fit, and whether the L2 fill binds."""
     work = _work(space, nnz, device)
     clock_khz = device.fp32_tflops * 1e9 / (device.sm_count * 256)
-    shared = work["words"] * _SHARED_SHARE * (1 + _FEW_WARPS * np.maximum(0.0, 16 / work["warps"] - 1))
+    shared = work["words"] * _SHARED_SHARE * (1 + _FEW_WARPS * np.maximum(0.0, 20 / work["warps"] - 1))
     compute = shared + work["other"] * _ISSUE_SHARE[precision]
     compute += work["pushes"] * _PUSH_CYCLES + work["stores"] * _STORE_CYCLES
+    compute += work["first_words"] * ELEMENT_BYTES[precision] / _FIRST_BYTES_PER_CYCLE
     compute *= 1e3 / clock_khz
     fill = work["fill_words"] * ELEMENT_BYTES[precision] / (1.3 * device.bandwidth_gbs) / 1e3
-    us = work["waves"] * _BLOCK_US + np.maximum(compute, fill)
+    latency = work["waves"] * (_BLOCK_US + _STAGE_US * np.maximum(0, space.stages - 2))
+    us = latency + np.maximum(compute, fill)
     return np.where(work["fits"], us, np.inf), fill > compute
 
 
@@ -598,7 +609,7 @@ def _tilings(g: Geometry, shared_kb: int, registers: int, n: int, precision: Pre
     tile_bytes = 4 * np.minimum(buffers, stages) * stage * image_words
     keep = (
         (sets * warps <= _MAX_WARPS)
-        & (threads * (np.where(stages == 1, rows + 48, slots * rows + 64)) <= registers)
+        & (threads * (np.where(stages == 1, rows, slots * rows) + 64) <= registers)
         & (slots * rows <= 64)
         & ((slots == 1) | (sets * (slots // 2) < g.oc))
         & ((splits == 1) | ((g.group == 1) & (per_ic >= 8 * splits) & (channels >= splits)))
