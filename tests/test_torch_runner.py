@@ -270,10 +270,6 @@ def shape_arithmetic() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def load_torch_of_shape_arithmetic() -> TorchRunner:
-    return load_torch(Model(shape_arithmetic(), Path("m.onnx")), device="cpu")
-
-
 def test_shape_arithmetic_is_gone_from_the_program(tmp_path: Path) -> None:
     path = saved(shape_arithmetic(), tmp_path)
     runner = compare_with_ort(path, {"x": floats(3, 3, 8, 8)}, device="cpu")
@@ -406,10 +402,11 @@ def test_an_array_that_only_says_where_it_lies(bundle: Path, monkeypatch: pytest
 
 def test_a_constant_on_the_device_is_that_constant() -> None:
     """A constant that a program made dies with it, and the next may get its id."""
-    runner = load_torch_of_shape_arithmetic()
-    for number in range(50):
-        constant = torch.full((3,), float(number))
-        assert runner.on_device(constant).tolist() == [number] * 3
+    runner = load_torch(Model(shape_arithmetic(), Path("m.onnx")), device="cpu")
+    runner.torch_device = torch.device("meta")
+    for size in range(1, 50):
+        constant = torch.zeros(size)
+        assert runner.on_device(constant).shape == (size,)
         del constant
 
 
