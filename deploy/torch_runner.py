@@ -358,7 +358,7 @@ class TorchRunner:
     def _adopt(self, value: Any, binding: Binding) -> Tensor:
         """A tensor over the caller's memory; copied only where type or device differ."""
         if isinstance(value, np.ndarray):
-            tensor = torch.from_numpy(np.ascontiguousarray(value))
+            tensor = torch.from_numpy(np.require(value, requirements=["C", "W"]))  # PyTorch warns of read-only memory
         elif isinstance(value, Tensor):
             tensor = value
         elif hasattr(value, "__dlpack__"):

@@ -295,6 +295,7 @@ def test_a_value_read_twice_is_not_overwritten(tmp_path: Path) -> None:
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     x = floats(2, 3)
+    x.flags.writeable = False
     before = x.copy()
     compare_with_ort(saved(model, tmp_path), {"x": x}, device="cpu")
     assert np.array_equal(x, before), "the caller's array is only read"
