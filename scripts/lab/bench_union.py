@@ -29,7 +29,9 @@ from sparsedeploy.plugins.node import Image, SparseConv
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 GROUP, STEP, LANES, STEP_WORDS = 16, 32, 8, 288
-SHARED_MAX = 227 * 1024
+SHARED_MAX = 227 * 1024 - 1024
+AHEAD = 4
+"""Steps that a warp may load past its last."""
 SHAPES = ((64, 56), (128, 28), (256, 14), (512, 7))
 
 
@@ -55,6 +57,7 @@ class Tiling:
     held: int = 6
     blocks: int = 1
     times: int = 0
+    depth: int = 1
 
     @property
     def columns(self) -> int:
@@ -140,7 +143,7 @@ class Tiling:
     @property
     def shared_bytes(self) -> int:
         """Tile, or what takes its place at the end: the sums."""
-        staging = self.groups * 128 * (self.th * self.tw | 1) * 4
+        staging = self.groups * 128 * (self.th * self.tw + 5) * 4
         return max(self.slots * self.chunk * self.per_channel * 16, staging)
 
     def grid(self, n: int) -> tuple[int, int, int]:
@@ -306,7 +309,7 @@ def pack(tiling: Tiling, weight: Floats) -> tuple[Ints, Ints, dict[str, float]]:
             values[: len(real)] = spread
         lists.append((values.view(np.uint16), (rows * 16).astype(np.int32)))
     most = max(1, max(len(rows) for _, rows in lists))
-    out = np.zeros((entries * most + 1, STEP_WORDS), np.int32)
+    out = np.zeros((entries * most + AHEAD, STEP_WORDS), np.int32)
     lane = np.arange(32)
     r, q = lane // 4, lane % 4 * 2
     for entry, (values, rows) in enumerate(lists):
@@ -342,7 +345,7 @@ def definitions(tiling: Tiling, max_steps: int, epilogue: Epilogue) -> str:
         "TH": t.th, "TW": t.tw, "LN": t.ln, "LY": t.ly, "LX": t.lx, "GROUPS": t.groups, "RW": t.rw, "CW": t.columns,
         "PY": t.parts[0], "PX": t.parts[1], "PRODUCERS": t.producers, "SPLITS": t.splits, "CHUNK": t.chunk,
         "RING": t.slots, "UNROLL": t.in_flight, "IWP": t.in_cols, "RPC": t.per_channel, "PAIR": int(t.pair),
-        "OVEC": 2 if t.pair_out else 1, "MAX_STEPS": max_steps, "OVERLAP": t.overlap, "HELD": t.held, "MIN_BLOCKS": t.blocks, "TIMES": t.times,
+        "OVEC": 2 if t.pair_out else 1, "MAX_STEPS": max_steps, "OVERLAP": t.overlap, "HELD": t.held, "MIN_BLOCKS": t.blocks, "TIMES": t.times, "DEPTH": t.depth,
         "OC_AT": t.oc_blocks * t.splits * t.groups * t.chunks, "BIAS": int(epilogue.bias),
         "ACTIVATION": ("none", "relu", "clip", "leaky_relu").index(epilogue.activation),
         "RESIDUAL": ("none", "before_activation", "after_activation").index(epilogue.residual),
@@ -358,7 +361,7 @@ def emulate(tiling: Tiling, steps: Ints, counts: Ints, x: NDArray[np.float64]) -
     out = np.full((n, g.oc, g.oh, g.ow), np.nan)
     entries = t.oc_blocks * t.splits * t.groups
     table = steps.reshape(-1, STEP_WORDS)
-    most = (len(table) - 1) // entries
+    most = (len(table) - AHEAD) // entries
     perm = counts[entries * t.chunks :]
     gx, gy, gz = t.grid(n)
     tiles_x = -(-g.ow // (t.lx * t.tw))
@@ -440,55 +443,36 @@ def tilings(g: Geometry, n: int) -> list[Tiling]:
     """What to measure."""
     t = Tiling(g, 1, 1)
     if n >= 8:
-        t = replace(t, times=1)
         found = {
             64: [replace(t, th=4, tw=14, rw=2)],
             128: [
+                replace(t, th=4, tw=14, rw=2, times=1),
                 replace(t, th=4, tw=14, rw=2),
                 replace(t, th=4, tw=14, rw=1),
+                replace(t, th=1, tw=28, groups=8),
                 replace(t, th=1, tw=28, groups=8, cw=14),
-                replace(t, th=1, tw=28, groups=8, cw=14, times=0),
-                replace(t, th=4, tw=14, rw=1, times=0),
-                replace(t, th=1, tw=28, groups=8, times=0),
             ],
             256: [
+                replace(t, th=1, tw=14, groups=8, chunk=32, depth=2, times=1),
+                replace(t, th=1, tw=14, groups=8, chunk=32, depth=2),
+                replace(t, th=1, tw=14, groups=8, chunk=32, depth=3),
+                replace(t, th=2, tw=14, groups=8, rw=2, splits=2, chunk=32),
                 replace(t, th=2, tw=14, groups=8, rw=1, splits=2, chunk=32),
-                replace(t, th=1, tw=14, groups=8, chunk=32),
-                replace(t, th=2, tw=14, groups=8, rw=2, splits=2, chunk=32, times=0),
-                replace(t, th=2, tw=14, groups=8, rw=1, splits=2, chunk=32, times=0),
-                replace(t, th=1, tw=14, groups=8, chunk=64, times=0),
             ],
             512: [
-                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=5, chunk=32, producers=8),
-                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=5, chunk=32, producers=4),
-                replace(t, th=7, tw=7, groups=2, rw=1, splits=2, ring=5, chunk=32, producers=6),
-                replace(t, th=7, tw=7, groups=2, rw=4, splits=2, ring=5, chunk=32, producers=8),
+                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=5, chunk=32, producers=8, depth=2, times=1),
+                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=5, chunk=32, producers=8, depth=2),
+                replace(t, th=7, tw=7, groups=2, rw=2, splits=2, ring=7, chunk=16, producers=4, depth=2),
+                replace(t, th=7, tw=7, groups=2, rw=1, splits=2, ring=7, chunk=16, producers=6),
             ],
         }[g.oc]  # fmt: skip
     else:
-        t = replace(t, ln=1, ring=14, blocks=2, times=1)
+        t = replace(t, ln=1, ring=14, blocks=2)
         found = {
-            64: [
-                replace(t, ly=2, lx=4, th=1, tw=14, groups=2, splits=2, chunk=32, producers=6),
-                replace(t, ly=2, lx=4, th=1, tw=14, groups=2, splits=2, chunk=32, producers=6, cw=7, times=0),
-                replace(t, ly=8, lx=1, th=1, tw=14, groups=4, splits=1, chunk=64, producers=4, cw=7, times=0),
-            ],
-            128: [
-                replace(t, ly=4, lx=2, th=1, tw=14, groups=2, splits=4, chunk=32, producers=4, cw=7),
-                replace(t, ly=4, lx=2, th=1, tw=14, groups=2, splits=4, chunk=32, producers=4, cw=7, times=0),
-                replace(t, ly=4, lx=2, th=1, tw=14, groups=2, splits=4, chunk=32, producers=0, cw=4, times=0),
-                replace(t, ly=2, lx=4, th=1, tw=7, groups=4, splits=4, chunk=32, producers=4, times=0),
-            ],
-            256: [
-                replace(t, ly=4, lx=2, th=1, tw=7, groups=4, splits=8, chunk=32, producers=4),
-                replace(t, ly=4, lx=2, th=1, tw=7, groups=4, splits=8, chunk=32, producers=4, times=0),
-                replace(t, ly=8, lx=1, th=1, tw=14, groups=4, splits=8, chunk=32, producers=0, cw=7, times=0),
-            ],
-            512: [
-                replace(t, ly=8, lx=1, th=1, tw=7, groups=4, splits=8, chunk=64, producers=4),
-                replace(t, ly=8, lx=1, th=1, tw=7, groups=2, splits=8, chunk=64, producers=6, times=0),
-                replace(t, ly=8, lx=1, th=1, tw=7, groups=2, splits=8, chunk=64, producers=4, cw=4, times=0),
-            ],
+            64: [replace(t, ly=2, lx=4, th=1, tw=14, groups=2, splits=2, chunk=32, producers=6, cw=7)],
+            128: [replace(t, ly=2, lx=4, th=1, tw=7, groups=4, splits=4, chunk=32, producers=4)],
+            256: [replace(t, ly=4, lx=2, th=1, tw=7, groups=4, splits=8, chunk=32, producers=4)],
+            512: [replace(t, ly=8, lx=1, th=1, tw=7, groups=2, splits=8, chunk=64, producers=4, cw=4)],
         }[g.oc]  # fmt: skip
     return found
 
@@ -686,6 +670,10 @@ def run(folder: Path, out: Path, only: str, cudnn: bool) -> int:
                 made[str(key)] = pool.submit(pack_job, t, sparsity)
             tables.append(made[str(key)])
         for (label, t, n, sparsity, cubin, record, registers, spills), table in zip(jobs, tables, strict=True):
+            name = label.rsplit(" ", 1)[0]
+            if cudnn and "small" not in name and name not in dense:
+                dense[name] = dense_us(t.geometry, n)
+                print("cudnn fp16", name, f"{dense[name]:.2f}", flush=True)
             try:
                 row = measure(t, n, sparsity, cubin, table.result())
             except Exception as error:  # a lost device makes all later rows say so
@@ -706,14 +694,6 @@ def run(folder: Path, out: Path, only: str, cudnn: bool) -> int:
             if row.get("marks"):
                 print("   ", row["marks"], flush=True)
             out.write_text(json.dumps({"rows": rows, "dense": dense}, indent=1))
-        if cudnn:
-            for label in dict.fromkeys(label.rsplit(" ", 1)[0] for label, *_ in jobs if "small" not in label):
-                c, size = (int(v) for v in label.split(" ")[0].split("@"))
-                n = int(label.split("=")[1])
-                g = Geometry(oc=c, ic=c, kh=3, kw=3, h=size, w=size, pads=(1, 1, 1, 1))
-                dense[label] = dense_us(g, n)
-                print("cudnn fp16", label, f"{dense[label]:.2f}", flush=True)
-                out.write_text(json.dumps({"rows": rows, "dense": dense}, indent=1))
     return int(bad > 0)
 
 

@@ -28,13 +28,16 @@ typedef unsigned short u16;
 #define CHUNKS ((ICB + CHUNK - 1) / CHUNK)
 #define STEP_WORDS 288
 #if TIMES
-#define MARK(k, who) do { if (who) marks[k] = clock(); } while (0)
+#define MARK(k, who) do { if (who) { u32 now; asm volatile("mov.u32 %0, %%clock;" : "=r"(now) :: "memory"); marks[k] = now; } } while (0)
 #else
 #define MARK(k, who)
 #endif
 #define FIRST_TASKS ((CHUNK * FILL_ROWS * QW + THREADS - 1) / THREADS)
 #define FIRST_UNROLL (FIRST_TASKS < 8 ? FIRST_TASKS : 8)
-#define PP (NPOS | 1)
+// Words of a row of sums: odd, or twice odd where two are moved at once, so that 32 rows start in different banks.
+#define PP (OVEC == 2 ? (NPOS % 4 == 2 ? NPOS : NPOS + 2 - NPOS % 4 + (NPOS % 4 == 3 ? 4 : 0)) : (NPOS | 1))
+#define PER_ROW (NPOS / OVEC)
+#define SIDE (PER_ROW < 32 ? 32 / PER_ROW : 1)
 #define ROWS (GROUPS * 128)
 #define TILES_X ((OW + LX * TW - 1) / (LX * TW))
 #define TILES_Y ((OH + LY * TH - 1) / (LY * TH))
@@ -79,16 +82,33 @@ DEVICE void bar_sync(int id) { asm volatile("bar.sync %0, %1;" :: "r"(id), "n"(T
 DEVICE void bar_arrive(int id) { asm volatile("fence.acq_rel.cta; bar.arrive %0, %1;" :: "r"(id), "n"(THREADS) : "memory"); }
 DEVICE u32 float_to_half(float f) { u16 h; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f)); return h; }
 DEVICE float half_to_float(u16 h) { float f; asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h)); return f; }
-DEVICE float staged(u32 at, int rank) {
-  float v;
+// The sums at `at` of all ranks, added in rank order.
+DEVICE void staged(float* v, u32 at) {
+  float part[SPLITS][2];
+#pragma unroll
+  for (int s = 0; s < SPLITS; s++) {
 #if SPLITS > 1
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there));
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(s));
+#if OVEC == 2
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(part[s][0]), "=f"(part[s][1]) : "r"(there));
 #else
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part[s][0]) : "r"(there));
 #endif
-  return v;
+#else
+#if OVEC == 2
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(part[s][0]), "=f"(part[s][1]) : "r"(at));
+#else
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(part[s][0]) : "r"(at));
+#endif
+#endif
+  }
+#pragma unroll
+  for (int k = 0; k < OVEC; k++) {
+    v[k] = part[0][k];
+#pragma unroll
+    for (int s = 1; s < SPLITS; s++) v[k] += part[s][k];
+  }
 }
 
 // Rows of 16 bytes for channels c0 .. c1 of the rank's range, by thread t of `threads`; U rows (or pairs of rows) in flight.
@@ -132,6 +152,67 @@ DEVICE void fill(u32 slot, const u16* x, int images, int iy0, int ix0, int c0, i
     }
   }
 }
+
+#define EACH ((CHUNK * FILL_ROWS * QW + PRODUCERS * 32 - 1) / (PRODUCERS * 32))
+#define PLANE (IC * H * W * 2)
+#define QUICK (PRODUCERS > 0 && LN == 8 && ICB % CHUNK == 0 && IC % SPLITS == 0)
+#if PRODUCERS
+// What a producer does in every chunk: where its rows come from and go to is the same in each.
+struct Chores {
+  int from[EACH];
+  u32 to[EACH];  // bits 0..3: second row first; first row wanted; second row wanted; inside the image
+};
+DEVICE void plan_chores(Chores& w, int iy0, int ix0, int t) {
+#pragma unroll
+  for (int u = 0; u < EACH; u++) {
+    const int task = t + u * (PRODUCERS * 32), c = task / (FILL_ROWS * QW), r = task / QW % FILL_ROWS + FIRST_ROW, q = task % QW;
+    const int iy = iy0 + r, ix = ix0 - LEAD + q * VEC, col = q * VEC - LEAD;
+    const bool some = task < CHUNK * FILL_ROWS * QW;
+    w.from[u] = (c * H + iy) * W + ix;
+    w.to[u] = (c * RPC + r * IWP + col) * 16 + ((q >> 2 & 1) | (some && (u32)col < (u32)IW) << 1 | (some && (u32)(col + 1) < (u32)IW) << 2 |
+              (some && (u32)iy < (u32)H && (u32)ix < (u32)W) << 3);
+  }
+}
+DEVICE void load_lanes(u32* v, const u16* p, u32 ok) {
+#if PAIR
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; mov.b32 %4, 0; mov.b32 %5, 0; mov.b32 %6, 0; mov.b32 %7, 0;"
+               "@p ld.global.cg.u32 %0, [%8]; @p ld.global.cg.u32 %1, [%8+%10]; @p ld.global.cg.u32 %2, [%8+%11]; @p ld.global.cg.u32 %3, [%8+%12];"
+               "@p ld.global.cg.u32 %4, [%8+%13]; @p ld.global.cg.u32 %5, [%8+%14]; @p ld.global.cg.u32 %6, [%8+%15]; @p ld.global.cg.u32 %7, [%8+%16]; }"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]), "=r"(v[4]), "=r"(v[5]), "=r"(v[6]), "=r"(v[7])
+               : "l"(p), "r"(ok), "n"(PLANE), "n"(2 * PLANE), "n"(3 * PLANE), "n"(4 * PLANE), "n"(5 * PLANE), "n"(6 * PLANE), "n"(7 * PLANE));
+#else
+  u16 h[8];
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %9, 0; mov.b16 %0, 0; mov.b16 %1, 0; mov.b16 %2, 0; mov.b16 %3, 0; mov.b16 %4, 0; mov.b16 %5, 0; mov.b16 %6, 0; mov.b16 %7, 0;"
+               "@p ld.global.cg.u16 %0, [%8]; @p ld.global.cg.u16 %1, [%8+%10]; @p ld.global.cg.u16 %2, [%8+%11]; @p ld.global.cg.u16 %3, [%8+%12];"
+               "@p ld.global.cg.u16 %4, [%8+%13]; @p ld.global.cg.u16 %5, [%8+%14]; @p ld.global.cg.u16 %6, [%8+%15]; @p ld.global.cg.u16 %7, [%8+%16]; }"
+               : "=h"(h[0]), "=h"(h[1]), "=h"(h[2]), "=h"(h[3]), "=h"(h[4]), "=h"(h[5]), "=h"(h[6]), "=h"(h[7])
+               : "l"(p), "r"(ok), "n"(PLANE), "n"(2 * PLANE), "n"(3 * PLANE), "n"(4 * PLANE), "n"(5 * PLANE), "n"(6 * PLANE), "n"(7 * PLANE));
+  for (int j = 0; j < 8; j++) v[j] = h[j];
+#endif
+}
+DEVICE void do_chores(const Chores& w, u32 slot, const u16* x) {
+  u32 v[EACH][8];
+#pragma unroll
+  for (int u = 0; u < EACH; u++) load_lanes(v[u], x + w.from[u], w.to[u] & 8);
+#pragma unroll
+  for (int u = 0; u < EACH; u++) {
+    const u32 row = slot + (w.to[u] & ~15u);
+#if PAIR
+    const u32 swap = w.to[u] & 1;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const u32 second = k ^ swap, pick = second ? 0x7632 : 0x5410;
+      if (w.to[u] >> second & 2)
+        store_row(row + second * 16, __byte_perm(v[u][0], v[u][1], pick), __byte_perm(v[u][2], v[u][3], pick),
+                  __byte_perm(v[u][4], v[u][5], pick), __byte_perm(v[u][6], v[u][7], pick));
+    }
+#else
+    if (w.to[u] & 2)
+      store_row(row, v[u][0] | v[u][1] << 16, v[u][2] | v[u][3] << 16, v[u][4] | v[u][5] << 16, v[u][6] | v[u][7] << 16);
+#endif
+  }
+}
+#endif
 
 // Zeros where `fill` never writes.
 DEVICE void clear_borders(u32 shared, int t) {
@@ -185,16 +266,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
   const int row0 = min(part / PX * RW, TH - RW), col0 = min(part % PX * CW, TW - CW);
   const int entry = blockIdx.x * GROUPS + group;
   const u32* at = steps + (size_t)entry * (MAX_STEPS * STEP_WORDS);
-  uint4 a0 = make_uint4(0, 0, 0, 0), a1 = a0;
-  u32 off = 0;
+  uint4 a0[DEPTH], a1[DEPTH];
+  u32 off[DEPTH];
   int mine = 0;
 #if OVERLAP
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   if (consumer) {
-    a0 = load_weights(at + lane * 4);
-    a1 = load_weights(at + 128 + lane * 4);
-    off = load_offset(at + 256 + lane);
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) {
+      a0[d] = load_weights(at + d * STEP_WORDS + lane * 4);
+      a1[d] = load_weights(at + d * STEP_WORDS + 128 + lane * 4);
+      off[d] = load_offset(at + d * STEP_WORDS + 256 + lane);
+    }
     mine = lane < CHUNKS ? (int)load_offset((const u32*)counts + entry * CHUNKS + lane) : 0;
   }
   for (int k = tid; k < GROUPS * 16; k += THREADS) names[k] = (int)load_offset((const u32*)counts + OC_AT + ocb * GROUPS * 16 + k);
@@ -220,12 +304,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
       if (c > 0) bar_sync(1 + c % RING);
       MARK(3 + c, tid == 0);
       for (int left = __shfl_sync(0xffffffffu, mine, c); left > 0; left--) {
+        const uint4 w0 = a0[0], w1 = a1[0];
+        const u32 row = from + off[0];
+#pragma unroll
+        for (int d = 0; d < DEPTH - 1; d++) { a0[d] = a0[d + 1]; a1[d] = a1[d + 1]; off[d] = off[d + 1]; }
+        a0[DEPTH - 1] = load_weights(at + DEPTH * STEP_WORDS + lane * 4);
+        a1[DEPTH - 1] = load_weights(at + DEPTH * STEP_WORDS + 128 + lane * 4);
+        off[DEPTH - 1] = load_offset(at + DEPTH * STEP_WORDS + 256 + lane);
         at += STEP_WORDS;
-        const uint4 w0 = a0, w1 = a1;
-        const u32 row = from + off;
-        a0 = load_weights(at + lane * 4);
-        a1 = load_weights(at + 128 + lane * 4);
-        off = load_offset(at + 256 + lane);
         __syncwarp();
         // ptxas would gather for all positions ahead of the first mma, and spill: so that it cannot, an address depends on
         // what was gathered HELD positions before (`zero` is 0, which only the caller knows).
@@ -244,7 +330,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
     }
   } else {
 #if PRODUCERS
-    for (int c = 1; c < CHUNKS; c++) {
+    const bool quick = QUICK && n - image >= LN && CHUNKS > 1;
+    Chores chores;
+    if (quick) plan_chores(chores, iy0, ix0, tid - CONSUMERS * 32);
+    for (int c = 1; quick && c < CHUNKS; c++) {
+      const int slot = c % RING;
+      if (c >= RING) bar_sync(1 + RING + slot);
+      do_chores(chores, shared + slot * (CHUNK * RPC * 16), xb + (size_t)c * (CHUNK * H * W));
+      bar_arrive(1 + slot);
+      MARK(24 + c, tid == CONSUMERS * 32);
+    }
+    for (int c = 1; !quick && c < CHUNKS; c++) {
       const int slot = c % RING;
       if (c >= RING) bar_sync(1 + RING + slot);
       fill<UNROLL>(shared + slot * (CHUNK * RPC * 16), xb, n - image, iy0, ix0, c * CHUNK, min(c * CHUNK + CHUNK, channels),
@@ -258,11 +354,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
   __syncthreads();                                               // nobody reads the tile any more
 
   if (consumer) {
+    const u32 to = shared + ((group * 128 + lane) * PP + row0 * TW + col0) * 4;
 #pragma unroll
-    for (int p = 0; p < P; p++)
+    for (int i = 0; i < 4; i++)
+#if OVEC == 2 && CW % 2 == 0
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        asm volatile("st.shared.f32 [%0], %1;" :: "r"(shared + (((group * 4 + i) * 32 + lane) * PP + (row0 + p / CW) * TW + col0 + p % CW) * 4), "f"(acc[p][i]) : "memory");
+      for (int p = 0; p < P; p += 2)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(to + (i * 32 * PP + p / CW * TW + p % CW) * 4), "f"(acc[p][i]), "f"(acc[p + 1][i]) : "memory");
+#else
+#pragma unroll
+      for (int p = 0; p < P; p++)
+        asm volatile("st.shared.f32 [%0], %1;" :: "r"(to + (i * 32 * PP + p / CW * TW + p % CW) * 4), "f"(acc[p][i]) : "memory");
+#endif
   }
 #if SPLITS > 1
   asm volatile("barrier.cluster.arrive.aligned;\n barrier.cluster.wait.aligned;" ::: "memory");
@@ -270,20 +373,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) union_conv(
   __syncthreads();
 #endif
   MARK(57, tid == 0);
-  const int first = rank * (ROWS / SPLITS);
+  const int first = rank * (ROWS / SPLITS), side = lane / PER_ROW;
 #pragma unroll 4
-  for (int t = tid; t < ROWS / SPLITS * (NPOS / OVEC); t += THREADS) {
-    const int row = first + t / (NPOS / OVEC), p = t % (NPOS / OVEC) * OVEC;
+  for (int k0 = warp * SIDE + side; k0 < ROWS / SPLITS; k0 += THREADS / 32 * SIDE)
+#pragma unroll
+  for (int q = 0; q < PER_ROW; q += 32) {
+    const int row = first + k0, p = (PER_ROW < 32 ? lane % PER_ROW : q + lane) * OVEC;
+    if (PER_ROW < 32 ? side >= SIDE : p >= NPOS) continue;
     float v[OVEC];
-#pragma unroll
-    for (int k = 0; k < OVEC; k++) {
-      float part[SPLITS];
-#pragma unroll
-      for (int s = 0; s < SPLITS; s++) part[s] = staged(shared + (row * PP + p + k) * 4, s);
-      v[k] = part[0];
-#pragma unroll
-      for (int s = 1; s < SPLITS; s++) v[k] += part[s];
-    }
+    staged(v, shared + (row * PP + p) * 4);
     const int l = row & 31, i = row >> 5 & 3, j = (l & 3) * 2 + (i & 1);
     const int oc = names[(row >> 7) * 16 + (i >> 1) * 8 + (l >> 2)];
     const int img = image + j / (LY * LX), oy = oy0 + j / LX % LY * TH + p / TW, ox = ox0 + j % LX * TW + p % TW;
