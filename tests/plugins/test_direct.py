@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 from typing import cast
 
 import numpy as np
 import pytest
-from conv_cases import EPILOGUES, Case, cases, fill
+from conv_cases import EPILOGUES, Case, cases, fill, layer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -246,6 +247,36 @@ def test_prediction_respects_memory_and_grows_with_the_work() -> None:
         assert times[2] >= 32 * 2 * 64 * 28 * 28 * 4 / device.bandwidth_gbs / 1e3
     nothing = direct.predict(fill(g, EPILOGUES[0], 0, 1, 1).layer, DEVICE_OF[53], "fp32", 32)
     assert nothing.us < direct.predict(sparse, DEVICE_OF[53], "fp32", 32).us
+
+
+MEASURED = {  # us on an H200 at 90 %, scripts/lab/NOTES.md: (fp32, fp16)
+    (64, 56, 1): (5.1, 4.4), (128, 28, 1): (5.3, 4.7), (256, 14, 1): (5.2, 4.8), (512, 7, 1): (6.0, 5.7),
+    (64, 56, 8): (20.4, 13.5), (256, 14, 8): (22.9, 14.1), (64, 56, 32): (77.8, 40.8), (512, 7, 32): (78.8, 51.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("channels", "size", "n"), MEASURED)
+def test_predictions_are_near_what_was_measured(channels: int, size: int, n: int) -> None:
+    g = Geometry(oc=channels, ic=channels, kh=3, kw=3, h=size, w=size, pads=(1, 1, 1, 1))
+    weight = np.zeros(g.weight_shape, np.float32)
+    weight.ravel()[::10] = 1
+    layer = layer_of(g, weight)
+    for precision, us in zip(("fp32", "fp16"), MEASURED[channels, size, n], strict=True):
+        for kernel in (PACKED, CSR):
+            ((config, prediction),) = kernel.configs(layer, find("h200"), cast("Precision", precision), n)
+            assert config == {}
+            assert prediction.us == pytest.approx(us, rel=0.15)
+            assert "fitted on an H200" in prediction.source
+
+
+def test_asking_at_many_sparsities_is_quick() -> None:
+    g = Geometry(oc=64, ic=64, kh=3, kw=3, h=14, w=14, pads=(1, 1, 1, 1))
+    layers = [fill(g, EPILOGUES[0], nnz, 1, 1).layer for nnz in range(1000, 30000, 500)]
+    PACKED.configs(layers[0], find("h200"), "fp32", 1)
+    started = time.process_time()
+    times = [PACKED.configs(layer, find("h200"), "fp32", 1)[0][1].us for layer in layers]
+    assert (time.process_time() - started) / len(layers) < 0.005
+    assert times == sorted(times)
 
 
 def test_node_keeps_weights_alone_where_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
