@@ -153,6 +153,48 @@ def test_an_engine_with_the_plugin_inside(engines: dict[str, Path], tmp_path: Pa
     assert loaded.profiles["x"].maximum == (1, 16, 8, 8)
 
 
+REAL = {
+    "Builder": "Builder",
+    "Config": "IBuilderConfig",
+    "Context": "IExecutionContext",
+    "Creator": "IPluginCreatorV3One",
+    "Engine": "ICudaEngine",
+    "ILogger": "ILogger",
+    "Inspector": "EngineInspector",
+    "Network": "INetworkDefinition",
+    "OnnxParser": "OnnxParser",
+    "ParserError": "ParserError",
+    "Profile": "IOptimizationProfile",
+    "Registry": "IPluginRegistry",
+    "Runtime": "Runtime",
+    "Tensor": "ITensor",
+    "TimingCache": "ITimingCache",
+    "TensorIOMode": "TensorIOMode",
+}
+"""Classes of the fake, and what they stand for."""
+LEAN = ("Context", "Engine", "Registry", "Runtime", "TensorIOMode")
+"""What runs engines: TensorRT's lean runtime has these alone."""
+
+
+@pytest.mark.rtx
+@pytest.mark.parametrize("module", ["tensorrt", "tensorrt_rtx_bindings", "tensorrt_lean_bindings"])
+def test_the_fake_has_no_call_that_the_real_one_lacks(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake: Any = importlib.import_module("fake_trt")
+    for name in ("tensorrt", "tensorrt_rtx_bindings"):  # the real ones, if any, from here on
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "fake_trt.py").is_file()])
+    real = pytest.importorskip(module, exc_type=ImportError)
+    pairs = {ours: theirs for ours, theirs in REAL.items() if ours in LEAN or "lean" not in module}
+    for ours, theirs in pairs.items():
+        faked = {name for name in vars(getattr(fake, ours)) if not name.startswith("_")} - {
+            "libraries",
+            "graph",
+            "flags",
+        }
+        lacking = sorted(name for name in faked if not hasattr(getattr(real, theirs), name))
+        assert lacking == [], f"{module}.{theirs}"
+
+
 def test_names_of_types() -> None:
     assert [numpy_name(name) for name in ("fp32", "fp16", "int32", "bool")] == ["float32", "float16", "int32", "bool"]
     assert "fp8" in refusal(lambda: numpy_name("fp8"), InputError)
