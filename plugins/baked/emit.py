@@ -51,7 +51,7 @@ Markers and conventions that make the weights recoverable from the text alone:
   `%a{oc * P + j}`   sum of output channel oc (absolute) for the thread's j-th output row, 0 <= j < P.
        Its only definitions are `mov %a, imm` (the bias in pieces with ks = 0, else 0) and the fma lines. A residual that is
        added before the activation starts the sum instead, so that all its loads are in flight at once, beside the first
-       inputs': `mov %a, 0`, `@%s ld.global %a, [%q2+IMM]` (h2: two neighbours' words, then swapped by shfl and prmt) and,
+       inputs' (in a cluster it is loaded to %f while the blocks wait for each other): `mov %a, 0`, `@%s ld.global %a, [%q2+IMM]` (h2: two neighbours' words, then swapped by shfl and prmt) and,
        ahead of the first stage, `add %a, %a, imm` (h2: `mov.b32 %w`, `add.rn.f16x2`): the bias.
   `ld.shared.* %v?, [%b+IMM]` is the only use of %b, and IMM gives the tap: rel = IMM - slot * stage;
        c = rel // plane, r = rel % plane // pitch, x = rel % pitch // element; the input channel is LO + c of the stage,
@@ -160,11 +160,15 @@ class _Writer:
         self.plane_out = self.g.oh * self.g.ow
         self.largest = max(len(piece.oc) for piece in self.pieces)
         self.aliased = entry.schedule.aliased(self.largest)
-        swaps = entry.schedule.mode == "f32" or entry.schedule.exchanges
-        first = epilogue.residual == "before_activation" and entry.schedule.combine != "planes" and swaps
-        self.early = first
+        clustered, residual = entry.schedule.combine == "cluster", epilogue.residual != "none"
+        self.swaps = entry.schedule.exchanges and residual and (clustered or epilogue.residual == "before_activation")
+        """Whether neighbours swap halves. Two-byte stores alone cost no more than that; two-byte loads do."""
+        loads = residual and entry.schedule.combine != "planes" and (entry.schedule.mode == "f32" or self.swaps)
+        self.held = loads and clustered
+        """Whether the residual is loaded while a cluster waits, into registers whose sums have been sent."""
+        self.early = loads and not clustered and epilogue.residual == "before_activation"
         """Whether the residual starts the sums; `after` is what then follows them."""
-        self.after = epilogue.model_copy(update={"residual": "none"}) if first else epilogue
+        self.after = epilogue.model_copy(update={"residual": "none"}) if self.early else epilogue
         self.unsettled: list[tuple[int, float]] = []
         # Every block of a cluster must meet as many barriers: as many as the piece of fewest stages has.
         fewest = min(-(-(piece.ic[1] - piece.ic[0]) // self.s.stage_channels) for piece in self.pieces)
@@ -206,7 +210,8 @@ class _Writer:
             f".reg .{value} %a<{self.g.oc * s.rows}>;",
             f".reg .{value} %v<{2 * _TAPS_AHEAD}>;",
             ".reg .b32 %w;",
-            ".reg .f32 %o<4>;",
+            ".reg .f32 %o<6>;",
+            *([f".reg .{value} %f<{s.share(self.largest) * s.rows}>;"] if self.held else []),
             ".reg .b16 %h<4>;",
             f".reg .b32 %d<{max(1, self._staged() * 4)}>;",
             f".reg .b32 %r<16>; .reg .b32 %u<{3 * s.slots + 1}>;",
@@ -389,7 +394,7 @@ class _Writer:
         self.op(f"mul.wide.u32 %q3, %r7, {g.oc * self.plane_out * size}", "add.s64 %e, %e, %q3", "add.s64 %y, %q1, %e")
         if self.epilogue.residual != "none" and s.combine != "planes":
             self.op("ld.param.u64 %q2, [residual]", "cvta.to.global.u64 %q2, %q2", "add.s64 %q2, %q2, %e")
-        if s.exchanges:
+        if self.swaps:
             self._swap_places()
 
     def _swap_places(self) -> None:
@@ -397,7 +402,7 @@ class _Writer:
         s = self.s
         self.op("rem.u32 %r9, %r1, 2", "setp.lt.u32 %p2, %r9, 1", "selp.b32 %x, 0x5410, 0x3276, %p2")
         self.op(f"selp.b32 %r9, 0, {self._pair_distance() - 2}, %p2", "mul.wide.u32 %q3, %r9, 1", "add.s64 %y, %y, %q3")
-        if self.early:
+        if self.early or self.held:
             self.op("add.s64 %q2, %q2, %q3")
         for j in range(s.rows):
             self.op(f"selp.b32 %r9, 1, 0, %s{j}", f"selp.b32 %r10, 1, 0, %t{j}", "selp.b32 %r9, %r9, %r10, %p2")
@@ -433,12 +438,9 @@ class _Writer:
 
     def _start_sums(self, piece: Piece) -> None:
         s = self.s
-        share = s.share(len(piece.oc))
-        mine = piece.oc[piece.split * share : (piece.split + 1) * share] if s.combine == "cluster" else piece.oc
         for oc in piece.oc:
             bias = float(self.bias[oc]) if self.bias is not None and piece.split == 0 else 0.0
-            loaded = self.early and oc in mine
-            start = 0.0 if loaded else bias
+            start = 0.0 if self.early else bias
             for j in range(s.rows):
                 a = oc * s.rows + j
                 self.op(
@@ -446,11 +448,15 @@ class _Writer:
                     if s.mode == "h2"
                     else f"mov.f32 %a{a}, {float_literal(start)}"
                 )
-                if loaded:
-                    guard, kind = ("%c", "b32") if s.mode == "h2" else ("%s", "f32")
-                    offset = (oc * self.g.oh + j) * self.g.ow * s.global_bytes
-                    self.op(f"@{guard}{j} ld.global.{kind} %a{a}, [%q2+{offset}]")
+                if self.early:
+                    self._load_residual(oc, j, f"%a{a}")
                     self.unsettled.append((a, bias))
+
+    def _load_residual(self, oc: int, j: int, target: str) -> None:
+        """One row's residual: in h2 two neighbours' words, to be swapped when they are there."""
+        guard, kind = ("%c", "b32") if self.s.mode == "h2" else ("%s", "f32")
+        offset = (oc * self.g.oh + j) * self.g.ow * self.s.global_bytes
+        self.op(f"@{guard}{j} ld.global.{kind} {target}, [%q2+{offset}]")
 
     def _settle(self) -> None:
         """What the sums that a residual started still lack: neighbours' halves swapped, the bias."""
@@ -638,7 +644,7 @@ class _Writer:
         if s.mode != "h2":
             self._finish_one(source, (oc * g.oh + j) * g.ow * s.global_bytes, f"%s{j}")
             return
-        if _plain(self.after) and s.exchanges:
+        if _plain(self.after) and self.swaps:
             self._store_swapped(oc, j, source)
             return
         self.op(f"mov.b32 {{%h0, %h1}}, {source}")
@@ -664,19 +670,19 @@ class _Writer:
     def _finish_pair(self, oc: int, j: int) -> None:
         """Epilogue and store of %o2 and %o3."""
         base, second = self._pair_places(oc, j)
-        if not self.s.exchanges:
+        if not self.swaps:
             self._finish_one("%o2", base, f"%s{j}")
             self._finish_one("%o3", second, f"%t{j}")
             return
-        for half, source, offset, guard in (("%h0", "%o2", base, f"%s{j}"), ("%h1", "%o3", second, f"%t{j}")):
-            self.op(*_after(self.after, source, f"[%q2+{offset}]", guard, 2))
+        for half, source, held in (("%h0", "%o2", "%o4"), ("%h1", "%o3", "%o5")):
+            self.op(*_after(self.after, source, "", "", 2, held))
             self.op(f"cvt.rn.f16.f32 {half}, {_result(self.after, source)}")
         self.op("mov.b32 %r10, {%h0, %h1}")
         self._store_swapped(oc, j, "%r10")
 
-    def _finish_one(self, source: str, offset: int, guard: str) -> None:
+    def _finish_one(self, source: str, offset: int, guard: str, held: str = "") -> None:
         s, e = self.s, self.after
-        self.op(*_after(e, source, f"[%q2+{offset}]", guard, s.global_bytes))
+        self.op(*_after(e, source, f"[%q2+{offset}]", guard, s.global_bytes, held))
         if s.global_bytes == 4:
             self.op(f"@{guard} st.global.f32 [%y+{offset}], {_result(e, source)}")
         else:
@@ -734,10 +740,15 @@ class _Writer:
                     self.op(
                         f"st.shared::cluster.{kind} [%r7+{self._slot(piece.split, share, i, j)}], %a{oc * s.rows + j}"
                     )
+        own = piece.oc[piece.split * share : (piece.split + 1) * share]
+        places = [(i, oc, j) for i, oc in enumerate(own) for j in range(s.rows)]
+        for i, oc, j in places if self.held else ():
+            held = f"%f{i * s.rows + j}"
+            self.op(f"mov.b32 {held}, 0" if s.mode == "h2" else f"mov.f32 {held}, {_ZERO}")
+            self._load_residual(oc, j, held)
         self.op(*_CLUSTER_BARRIER)
-        for i, oc in enumerate(piece.oc[piece.split * share : (piece.split + 1) * share]):
-            for j in range(s.rows):
-                self._sum_shares(piece, share, i, oc, j)
+        for i, oc, j in places:
+            self._sum_shares(piece, share, i, oc, j)
 
     def _slot(self, split: int, share: int, i: int, j: int) -> int:
         return ((split * share + i) * self.s.rows + j) * self.s.threads * 4
@@ -768,10 +779,14 @@ class _Writer:
                     ]
                 )
             )
-        if s.mode == "h2":
-            self._finish_pair(oc, j)
-        else:
-            self._finish_one("%o2", (oc * self.g.oh + j) * self.g.ow * s.global_bytes, f"%s{j}")
+        held = f"%f{i * s.rows + j}" if self.held else ""
+        if s.mode != "h2":
+            self._finish_one("%o2", (oc * self.g.oh + j) * self.g.ow * s.global_bytes, f"%s{j}", held)
+            return
+        if held:
+            self.op(f"shfl.sync.bfly.b32 %r7, {held}, 1, 31, -1", f"prmt.b32 %r7, {held}, %r7, %x")
+            self.op("mov.b32 {%h2, %h3}, %r7", "cvt.f32.f16 %o4, %h2", "cvt.f32.f16 %o5, %h3")
+        self._finish_pair(oc, j)
 
 
 def _plain(e: Epilogue) -> bool:
@@ -782,16 +797,22 @@ def _result(e: Epilogue, source: str) -> str:
     return source if _plain(e) else "%o0"
 
 
-def _after(e: Epilogue, source: str, residual: str, guard: str, size: int) -> list[str]:
-    """Instructions that leave act(source + residual) or act(source) + residual in %o0; none when nothing follows."""
+def _after(e: Epilogue, source: str, residual: str, guard: str, size: int, held: str = "") -> list[str]:
+    """Instructions that leave act(source + residual) or act(source) + residual in %o0; none when nothing follows.
+
+    The residual is loaded from `residual`, unless the register `held` has it already.
+    """
     if _plain(e):
         return []
     lines: list[str] = []
     fetch = ["mov.f32 %o1, " + _ZERO, f"@{guard} ld.global.f32 %o1, {residual}"]
     if size == 2:
         fetch = ["mov.b16 %h3, 0", f"@{guard} ld.global.b16 %h3, {residual}", "cvt.f32.f16 %o1, %h3"]
+    if held:
+        fetch = []
+    addend = held or "%o1"
     if e.residual == "before_activation":
-        lines += [*fetch, f"add.f32 %o0, {source}, %o1"]
+        lines += [*fetch, f"add.f32 %o0, {source}, {addend}"]
         source = "%o0"
     if e.activation == "relu":
         lines.append(f"max.f32 %o0, {source}, {_ZERO}")
@@ -806,7 +827,7 @@ def _after(e: Epilogue, source: str, residual: str, guard: str, size: int) -> li
     elif source != "%o0":
         lines.append(f"mov.f32 %o0, {source}")
     if e.residual == "after_activation":
-        lines += [*fetch, "add.f32 %o0, %o0, %o1"]
+        lines += [*fetch, f"add.f32 %o0, %o0, {addend}"]
     return lines
 
 
