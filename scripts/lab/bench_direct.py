@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -114,7 +113,8 @@ def direct_works(
 
     def work(item: tuple[direct.Tiling, float]) -> Work:
         tiling, us = item
-        node = direct.with_code(Built(bare), "packed", places, device, options, tiling).node
+        scale = 2.0 ** -(*bare.parameters, 0)[1]
+        node = direct.with_code(Built(bare), "packed", places, device, options, tiling, scale).node
         cubin = Image(90, precision, "cubin", assemble(node.images[0].data, 90).cubin)
         note = described(tiling, tiling.stages(places.block_ic))
         return Work(f"direct_{precision}", replace(node, images=(cubin,)), n, sparsity, us, note)
@@ -171,10 +171,25 @@ def deduplicated(work: Work, known: dict[bytes, Any]) -> Work:
     return replace(work, node=replace(work.node, constants=constants))
 
 
-def prepare(folder: Path, top: int, only: str, baselines: bool, tilings: str) -> None:
+def real_works(filters: Path, top: int) -> list[Work]:
+    """Real 3x3 filters at N=1: arrays [oc, ic, 3, 3] at the size of map that ResNet-50 has for their channels."""
+    works = []
+    with np.load(filters) as arrays:
+        for name in arrays:
+            w = np.ascontiguousarray(arrays[name], np.float32)
+            size = dict(SHAPES)[len(w)]
+            g = Geometry(oc=len(w), ic=w.shape[1], kh=3, kw=3, h=size, w=size, pads=(1, 1, 1, 1))
+            zeros = round(1 - np.count_nonzero(w) / w.size, 3)
+            for precision in ("fp32", "fp16"):
+                made = direct_works(g, w, zeros, 1, precision, top, [])  # type: ignore[arg-type]
+                works += [replace(work, note=f"real {name}: {work.note}") for work in made]
+    return works
+
+
+def prepare(folder: Path, top: int, only: str, baselines: bool, tilings: str, filters: Path | None) -> None:
     """Write the work list, most important first. `tilings` has lines as `64@56 N=32 fp16: i1 g2 ...`, for 90 %."""
     folder.mkdir(parents=True, exist_ok=True)
-    works: list[Work] = []
+    works: list[Work] = real_works(filters, top) if filters else []
     kinds = [(sparsity, n) for batches in ((1, 32), (8,)) for sparsity in (0.9, 0.95, 0.98) for n in batches]
     for sparsity, n in kinds:
         for channels, size in SHAPES:
@@ -246,17 +261,26 @@ def dense_us(g: Geometry, n: int) -> dict[str, float]:
     return result
 
 
-@lru_cache(maxsize=1)
-def reference(g: Geometry, n: int, precision: Precision, sparsity: float) -> tuple[Any, Any]:
-    """Input and float64 output for the pruned weights of `prepare`."""
+_REFERENCES: dict[tuple[object, ...], tuple[Any, Any]] = {}
+
+
+def reference(work: Work) -> tuple[Any, Any]:
+    """Input and float64 output, with the weights that the node carries."""
     import torch
     from torch.nn.functional import conv2d
 
-    torch.manual_seed(g.ic + n)
-    kind = torch.float32 if precision == "fp32" else torch.float16
-    x = torch.randn(n, g.ic, g.h, g.w, device="cuda").to(kind)
-    weight = torch.from_numpy(pruned(g, sparsity)).cuda().double()
-    return x, conv2d(x.double(), weight, padding=g.pads[0], stride=g.stride)
+    g, node = work.node.geometry, work.node
+    key = (g, work.n, node.precision, work.sparsity, node.constants[0].tobytes()[:4096])
+    if key not in _REFERENCES:
+        torch.manual_seed(g.ic + work.n)
+        kind = torch.float32 if node.precision == "fp32" else torch.float16
+        x = torch.randn(work.n, g.ic, g.h, g.w, device="cuda").to(kind)
+        kernel, arrays = (CSR, 3) if node.kernel == "csr" else (PACKED, 2)
+        bare = replace(node, plan=(), images=(), constants=node.constants[:arrays])
+        weight = torch.from_numpy(kernel.unpack(bare)[0]).cuda().double()
+        _REFERENCES.clear()
+        _REFERENCES[key] = x, conv2d(x.double(), weight, padding=g.pads[0], stride=g.stride)
+    return _REFERENCES[key]
 
 
 def measure(work: Work, launches: int) -> dict[str, Any]:
@@ -266,7 +290,7 @@ def measure(work: Work, launches: int) -> dict[str, Any]:
     from sparsedeploy.plugins.host import Runner
 
     g, node = work.node.geometry, work.node
-    x, expected = reference(g, work.n, node.precision, work.sparsity)
+    x, expected = reference(work)
     y = torch.full(expected.shape, float("nan"), device="cuda", dtype=x.dtype)
     runner = Runner(node)
     runner.reserve(work.n, node.precision)
@@ -335,11 +359,12 @@ def main() -> int:
     parser.add_argument("--cudnn", action="store_true")
     parser.add_argument("--launches", type=int, default=20)
     parser.add_argument("--tilings", type=Path, help="file of tilings to prepare besides")
+    parser.add_argument("--filters", type=Path, help="npz of real filters to prepare first, at N=1")
     parser.add_argument("--baselines", action="store_true", help="prepare the paper's kernel and Escoin too")
     options = parser.parse_args()
     if options.action == "prepare":
         tilings = options.tilings.read_text(encoding="utf-8") if options.tilings else ""
-        prepare(options.folder, options.top, options.only, options.baselines, tilings)
+        prepare(options.folder, options.top, options.only, options.baselines, tilings, options.filters)
         return 0
     return run(options.folder, options.out, options.cudnn, options.only, options.launches)
 
