@@ -10,6 +10,7 @@ import importlib.util
 import mmap
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -496,7 +497,7 @@ def _check_plugin(plugin: Path, backend: Backend) -> Path:
 
 
 def _timing_cache(backend: Backend, sm: int) -> str | None:
-    """One file per back end and compute capability; TensorRT starts it anew when its version changed. RTX times nothing."""
+    """One file per back end and GPU model; the build adds TensorRT's version to its name. RTX times nothing."""
     if backend == "tensorrt_rtx":
         return None
     root = cache_dir()
@@ -504,7 +505,9 @@ def _timing_cache(backend: Backend, sm: int) -> str | None:
         root.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None  # a cache is a convenience: a read-only home must not stop a build
-    return str(root / f"timing.{backend}.sm{sm}.cache")
+    gpu = first_gpu()
+    model = re.sub(r"[^A-Za-z0-9]+", "-", gpu.name) if gpu else "unknown"
+    return str(root / f"timing.{backend}.sm{sm}.{model}.cache")
 
 
 def _run(request: Request, work: Path, timeout_s: float | None) -> Answer:

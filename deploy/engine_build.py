@@ -7,6 +7,7 @@ TensorRT: engine.py, its only importer, hands the module in.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -69,6 +70,7 @@ class Request(Record):
     """Names of the SparseConv2d nodes of the model."""
     workspace_mb: int | None = None
     timing_cache: str | None = None
+    """File to keep timings in, before TensorRT's version is added to its name."""
 
 
 class Tensor(Record):
@@ -136,7 +138,8 @@ def build(trt: Any, request: Request) -> Answer:
     config = builder.create_builder_config()
     _configure(trt, config, request)
     profiles = _add_profiles(builder, network, config, request, title)
-    cache = _use_timing_cache(config, request.timing_cache)
+    timings = _timings_of(request, str(trt.__version__))
+    cache = _use_timing_cache(config, timings)
     log.write(STAGE, f"building the engine of {Path(request.model).name}")
     plan = builder.build_serialized_network(network, config)
     if plan is None:
@@ -152,8 +155,10 @@ def build(trt: Any, request: Request) -> Answer:
             names = list(request.plugin_nodes)
         _compare_names(names, request.plugin_nodes, f"the engine that {title} built", request.model)
     Path(request.engine).write_bytes(memoryview(plan))
-    if cache is not None and request.timing_cache:
-        Path(request.timing_cache).write_bytes(memoryview(cache.serialize()))
+    if cache is not None and timings is not None:
+        partial = timings.with_name(f"{timings.name}.{os.getpid()}")  # builds at once must not write into one another
+        partial.write_bytes(memoryview(cache.serialize()))
+        partial.replace(timings)
     return Answer(
         version=str(trt.__version__),
         inputs=_tensors(network.get_input(i) for i in range(network.num_inputs)),
@@ -391,11 +396,17 @@ def _range(batch: tuple[int, int, int]) -> str:
     return str(batch[0]) if batch[0] == batch[2] else f"{batch[0]} to {batch[2]}"
 
 
-def _use_timing_cache(config: Any, path: str | None) -> Any:
-    """The cache in use; None where none was asked for. A file that TensorRT does not take is started anew."""
-    if path is None:
+def _timings_of(request: Request, version: str) -> Path | None:
+    if request.timing_cache is None:
         return None
-    file = Path(path)
+    file = Path(request.timing_cache)
+    return file.with_name(f"{file.stem}.{version}{file.suffix}")
+
+
+def _use_timing_cache(config: Any, file: Path | None) -> Any:
+    """The cache in use; None where none was asked for. A file that TensorRT does not take is started anew."""
+    if file is None:
+        return None
     cache = config.create_timing_cache(file.read_bytes() if file.is_file() else b"")
     if not config.set_timing_cache(cache, False):
         cache = config.create_timing_cache(b"")

@@ -180,8 +180,8 @@ def test_an_embedded_plugin_that_is_not_inside(out: Path, plugin: Path, fake: Ca
 def test_tensorrt_on_the_gpu_it_is_for(
     out: Path, plugin: Path, fake: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(engine, "first_gpu", lambda: Gpu("A100", 80, 108))
-    cache = tmp_path / "cache" / "sparsedeploy" / "timing.tensorrt.sm80.cache"
+    monkeypatch.setattr(engine, "first_gpu", lambda: Gpu("NVIDIA A100", 80, 108))
+    cache = tmp_path / "cache" / "sparsedeploy" / "timing.tensorrt.sm80.NVIDIA-A100.10.14.1.48.cache"
     record = build_engine(out, Build(plugin=plugin))
     assert record.engine == "model.tensorrt.sm80.engine"
     assert said(out / record.engine)["capabilities"] == []
