@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -33,16 +33,16 @@ from sparsedeploy.layer import ConvLayer, Geometry, Precision
 from sparsedeploy.plan import DENSE, LayerPlan, Measured, Plan, Predicted
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Floats
 from sparsedeploy.plugins.node import SparseConv
-from sparsedeploy.profile import DensePoint, DeviceProfile, Fit, SparsePoint
+from sparsedeploy.profile import DensePoint, DeviceProfile, SparsePoint
 from sparsedeploy.reading import Reading, count_zeros, read
-from sparsedeploy.record import Document, Record
-from sparsedeploy.results import LayerTime
 from sparsedeploy.roofline import crossover as roofline_crossover
 from sparsedeploy.roofline import dense_us, format_us
-from sparsedeploy.runtime import Arithmetic, Feeds, Session
+from sparsedeploy.runtime import Arithmetic
+from sparsedeploy.selection import crossing, drop_useless, grouped, held, nnz_of, pays, race
 from sparsedeploy.stage import Stage, Timed
-from sparsedeploy.statistics import Ratio, paired_ratio
+from sparsedeploy.statistics import Ratio
 from sparsedeploy.timing import Schedule, measure
+from sparsedeploy.tuning import CONDITIONS, Attempt, Step, TunedLayer, Tuning
 from sparsedeploy.verify import random_feeds, tolerance_for
 
 LEAST_SPARSITY = 0.2
@@ -50,102 +50,6 @@ LEAST_SPARSITY = 0.2
 SMALL_LAYER = 20_000
 """Nonzeros up to which a layer is tried whatever its sparsity: generated code may beat a library's kernel for a first
 convolution of three channels even without zeros. Only a measurement can say."""
-SIMILAR_NNZ = 1.15
-"""Layers of one shape share candidates up to this ratio of nonzeros."""
-CONDITIONS = (
-    "median of replays of one CUDA graph of the whole network with an event before and after every layer, less what the events "
-    "add to the network's time; random inputs, activations as the network makes them"
-)
-
-
-class Attempt(Record):
-    """One kernel and configuration tried for a layer."""
-
-    kernel: str
-    config: dict[str, int]
-    predicted_us: float
-    us: float | None = None
-    """In the layer's place; None where it was not built or not right."""
-    spread_us: float = 0.0
-    error: float | None = None
-    """Largest error as a share of the layer's largest output."""
-    build_s: float = 0.0
-    problem: str = ""
-
-
-class TunedLayer(Record):
-    """What was measured of one layer and decided. Microseconds, in the layer's place in the network."""
-
-    name: str
-    geometry: Geometry | None
-    epilogue: str
-    nnz: int
-    sparsity: float
-    us_dense: float | None = None
-    spread_us: float = 0.0
-    """Of the noisier of the two times."""
-    attempts: tuple[Attempt, ...] = ()
-    like: str = ""
-    """The layer whose attempts chose for this one, where it is another."""
-    kernel: str = ""
-    config: dict[str, int] = {}
-    """Of the fastest sparse form; empty where none ran."""
-    us_sparse: float | None = None
-    choice: str = DENSE
-    crossover: float | None = None
-    """Sparsity at which the sparse form would take as long as the dense one, on the line through two measured sparsities."""
-    crossover_how: str = ""
-    """interpolated, extrapolated, or why there is none."""
-    roofline_crossover: float | None = None
-    reason: str
-
-
-class Step(Record):
-    """One whole-model comparison, in turns in one process."""
-
-    what: str
-    ratio: Ratio
-    """Time of what was there before over time of what is tried."""
-    taken: bool
-
-
-class Tuning(Document):
-    """The content of tune.json: every measurement behind the choices."""
-
-    version: str = __version__
-    model: str
-    model_hash: str
-    target: str
-    gpu: str
-    sm: int
-    versions: dict[str, str]
-    precision: Precision
-    arithmetic: Arithmetic
-    batch: int
-    conditions: str = CONDITIONS
-    layers: tuple[TunedLayer, ...]
-    steps: tuple[Step, ...]
-    dense_ms: float
-    tuned_ms: float
-    """Medians of the last comparison; the same where everything stayed dense."""
-    speedup: Ratio | None
-    """Dense over sparse of the last comparison; None where there was nothing to compare."""
-    sparse_layers: int
-    verdict: str
-    fits: tuple[Fit, ...]
-    notes: tuple[str, ...] = ()
-    seconds: dict[str, float] = {}
-    """Where the time went."""
-
-    def layer_times(self) -> tuple[LayerTime, ...]:
-        """What the waterfall of a bench draws: every layer dense, and as it was chosen."""
-        return tuple(
-            LayerTime(name=each.name, dense_us=each.us_dense, sparse_us=each.us_sparse, sparse=True)
-            if each.choice != DENSE and each.us_sparse is not None
-            else LayerTime(name=each.name, dense_us=each.us_dense, sparse_us=each.us_dense, sparse=False)
-            for each in self.layers
-            if each.us_dense is not None
-        )
 
 
 _RACE = Schedule(duration_s=0.3, warmup_s=0.05, rounds=12)
@@ -212,112 +116,6 @@ class Tuned:
     def nodes(self) -> dict[str, SparseConv]:
         """The sparse layers' nodes."""
         return {name: item.node for name, item in self.built.items()}
-
-
-# --- choosing -----------------------------------------------------------------------------------------------------
-
-
-def pays(dense: Timed, sparse: Timed) -> bool:
-    """Whether the sparse time is lower by more than either was seen to vary."""
-    return dense.us - sparse.us > max(dense.spread_us, sparse.spread_us)
-
-
-def grouped(layers: Sequence[ConvLayer]) -> list[list[ConvLayer]]:
-    """Layers of one geometry, with or without an addition, whose nonzeros differ by at most SIMILAR_NNZ; each group's first
-    is its middle one. (An addition reads as much as the layer writes: what wins without it may lose with it.)
-    """
-    by_shape: dict[tuple[Geometry, bool], list[ConvLayer]] = {}
-    for layer in layers:
-        assert layer.geometry is not None
-        by_shape.setdefault((layer.geometry, layer.epilogue.residual != "none"), []).append(layer)
-    groups: list[list[ConvLayer]] = []
-    for same in by_shape.values():
-        started: list[ConvLayer] = []
-        for layer in sorted(same, key=_nnz):
-            if started and _nnz(layer) > SIMILAR_NNZ * max(1, _nnz(started[0])):
-                groups.append(started)
-                started = []
-            started.append(layer)
-        groups.append(started)
-    return [[group[len(group) // 2], *group[: len(group) // 2], *group[len(group) // 2 + 1 :]] for group in groups]
-
-
-def _nnz(layer: ConvLayer) -> int:
-    return layer.zeros.nnz if layer.zeros else 0
-
-
-def crossing(dense_us: float, here: tuple[float, float], far: tuple[float, float]) -> tuple[float | None, str]:
-    """Sparsity at which a line through two (sparsity, us) meets the dense time, and whether it lies between them."""
-    (s0, t0), (s1, t1) = sorted((here, far))
-    slope = (t1 - t0) / (s1 - s0)
-    if slope >= 0:  # so few nonzeros that they do not show: faster or slower at any sparsity
-        return (0.0, "nonzeros do not show") if t1 < dense_us else (None, "slower at any sparsity")
-    crossed = s0 + (dense_us - t0) / slope
-    if crossed >= 1:
-        return None, "slower at any sparsity"
-    return max(crossed, 0.0), "interpolated" if s0 <= crossed <= s1 else "extrapolated"
-
-
-def race(before: Session, tried: Session, feeds: Feeds, schedule: Schedule) -> tuple[Ratio, float, float]:
-    """Time of `before` over time of `tried`, measured in turns, and both medians in milliseconds."""
-    samples = measure({"before": before, "tried": tried}, {"before": feeds, "tried": feeds}, schedule)
-    rounds = {name: [float(np.median(turn)) for turn in each.gpu_ms] for name, each in samples.items()}
-    ratio = paired_ratio(rounds["before"], rounds["tried"])
-    return ratio, float(np.median(rounds["before"])), float(np.median(rounds["tried"]))
-
-
-@contextmanager
-def _session(stage: Stage, nodes: Mapping[str, SparseConv]) -> Iterator[Session]:
-    session = stage.session(nodes)
-    try:
-        yield session
-    finally:
-        session.close()
-
-
-@dataclass
-class Dropped:
-    """What is left after dropping, and how it came to that."""
-
-    kept: dict[str, SparseConv]
-    steps: list[Step] = field(default_factory=list)
-
-
-def drop_useless(
-    stage: Stage,
-    nodes: Mapping[str, SparseConv],
-    order: Sequence[str],
-    schedule: Schedule,
-    patience: int | None = None,
-) -> Dropped:
-    """Give layers back to dense, in `order`, each time that makes the whole model faster beyond doubt.
-
-    Goes through the layers again until a round drops none, or ends a round after `patience` failures in a row.
-    """
-    state = Dropped(dict(nodes))
-    while _one_round(stage, state, [name for name in order if name in state.kept], schedule, patience):
-        pass
-    return state
-
-
-def _one_round(stage: Stage, state: Dropped, order: Sequence[str], schedule: Schedule, patience: int | None) -> bool:
-    """Whether anything was dropped."""
-    failures, any_dropped = 0, False
-    for name in order:
-        if len(state.kept) == 1:
-            break  # the last one is compared with the dense model as a whole
-        fewer = {each: node for each, node in state.kept.items() if each != name}
-        with _session(stage, state.kept) as before, _session(stage, fewer) as tried:
-            ratio, _, _ = race(before, tried, stage.feeds, schedule)
-        helps = ratio.low > 1
-        state.steps.append(Step(what=f"{name} dense again", ratio=ratio, taken=helps))
-        if helps:
-            state.kept, any_dropped, failures = fewer, True, 0
-        else:
-            failures += 1
-            if patience is not None and failures >= patience:
-                break
-    return any_dropped
 
 
 # --- tuning -------------------------------------------------------------------------------------------------------
@@ -399,7 +197,7 @@ class _Tuner:
                 self.reasons[layer.name] = "; ".join(dict.fromkeys(reason.text for reason in layer.ineligible))
             elif layer.name not in self.dense:
                 self.reasons[layer.name] = "it has no step of its own in the runner"
-            elif layer.sparsity < LEAST_SPARSITY and _nnz(layer) > SMALL_LAYER:
+            elif layer.sparsity < LEAST_SPARSITY and nnz_of(layer) > SMALL_LAYER:
                 self.reasons[layer.name] = f"{layer.sparsity:.1%} zeros, not tried below {LEAST_SPARSITY:.0%}"
             else:
                 taken.append(layer)
@@ -512,7 +310,7 @@ class _Tuner:
         pairs, weights = [], {}
         for group in self.groups:
             head = group[0]
-            if head.name in self.winners and _nnz(head) >= 2:
+            if head.name in self.winners and nnz_of(head) >= 2:
                 weights[head.name] = _halved(self.subject.weight(head.name)[0])
                 zeros = count_zeros(weights[head.name], head.geometry.group if head.geometry else 1)
                 pairs.append((head.model_copy(update={"zeros": zeros}), self.winners[head.name].option))
@@ -549,9 +347,9 @@ class _Tuner:
                 order = sorted(nodes, key=lambda name: self.dense[name].us - times[name].us)
                 dropped = drop_useless(stage, nodes, order, settings.race, settings.patience)
                 nodes, steps = dropped.kept, dropped.steps
-            with _session(stage, {}) as dense:
+            with held(stage, {}) as dense:
                 if nodes:
-                    with _session(stage, nodes) as sparse:
+                    with held(stage, nodes) as sparse:
                         speedup, dense_ms, sparse_ms = race(dense, sparse, stage.feeds, settings.final)
                 else:
                     samples = measure({"dense": dense}, {"dense": stage.feeds}, settings.race)
@@ -620,7 +418,7 @@ class _Tuner:
             )
         roofline = roofline_crossover(layer.geometry, s.device, s.precision, s.batch) if layer.geometry else None
         return TunedLayer(
-            name=name, geometry=layer.geometry, epilogue=layer.epilogue.describe(), nnz=_nnz(layer), sparsity=layer.sparsity,
+            name=name, geometry=layer.geometry, epilogue=layer.epilogue.describe(), nnz=nnz_of(layer), sparsity=layer.sparsity,
             us_dense=dense.us if dense else None, spread_us=max((each.spread_us for each in (dense, sparse) if each), default=0.0),
             attempts=tuple(each.attempt() for each in tried), like="" if head == name else head,
             kernel=won.option.kernel if won else "", config=won.option.config if won else {},
@@ -661,7 +459,7 @@ class _Tuner:
         assert layer.geometry is not None
         return SparsePoint(
             geometry=layer.geometry, precision=s.precision, batch=s.batch, residual=layer.epilogue.residual != "none",
-            nnz=_nnz(layer), kernel=option.kernel, config=option.config, us=timed.us, spread_us=timed.spread_us,
+            nnz=nnz_of(layer), kernel=option.kernel, config=option.config, us=timed.us, spread_us=timed.spread_us,
             predicted_us=option.prediction.us if predicted else None,
         )  # fmt: skip
 

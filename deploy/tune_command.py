@@ -20,7 +20,8 @@ from sparsedeploy.profile import DeviceProfile, load_profile, merged
 from sparsedeploy.reading import file_hash, read
 from sparsedeploy.roofline import format_us
 from sparsedeploy.runtime import Arithmetic
-from sparsedeploy.tune import Settings, Tuned, TunedLayer, Tuning, gpu_device, tune_reading
+from sparsedeploy.tune import Settings, Tuned, gpu_device, tune_reading
+from sparsedeploy.tuning import TunedLayer, Tuning
 
 TUNING = "tune.json"
 Part = str | tuple[tuple[str, ...], ...]

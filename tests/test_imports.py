@@ -52,6 +52,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench_report",),
     ("bench", "bench_files"),
     ("compare", "sweep"),
+    ("tuning",),
+    ("selection",),
     ("tune",),
     ("tune_command",),
     ("whatif",),

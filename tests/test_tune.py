@@ -18,21 +18,11 @@ from sparsedeploy.plugins.kernel import Built, Prediction
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.profile import DeviceProfile
 from sparsedeploy.reading import count_zeros
+from sparsedeploy.selection import crossing, drop_useless, grouped, pays, race
 from sparsedeploy.stage import Timed
 from sparsedeploy.timing import Schedule
-from sparsedeploy.tune import (
-    QUICK,
-    Settings,
-    Subject,
-    Tuned,
-    Tuning,
-    crossing,
-    drop_useless,
-    grouped,
-    pays,
-    race,
-    tune_on,
-)
+from sparsedeploy.tune import QUICK, Settings, Subject, Tuned, tune_on
+from sparsedeploy.tuning import Tuning
 
 H200 = find("h200")
 RACE = Schedule(duration_s=0.002, warmup_s=0.0, rounds=6)

@@ -26,7 +26,8 @@ from sparsedeploy.profile import load_profile
 from sparsedeploy.reading import Reading
 from sparsedeploy.stage import Timed
 from sparsedeploy.timing import Schedule
-from sparsedeploy.tune import Settings, Subject, Tuned, Tuning, tune_on
+from sparsedeploy.tune import Settings, Subject, Tuned, tune_on
+from sparsedeploy.tuning import Tuning
 
 A100 = find("a100")
 RACE = Schedule(duration_s=0.002, warmup_s=0.0, rounds=4)
