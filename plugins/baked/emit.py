@@ -76,6 +76,8 @@ from sparsedeploy.plugins.baked.schedule import Nonzeros, Piece, Schedule, parts
 
 _ZERO = "0f00000000"
 _CLUSTER_BARRIER = ("barrier.cluster.arrive.aligned", "barrier.cluster.wait.aligned")
+_BATCH = 8
+"""Sums whose residuals are loaded together, where they cannot start the sums."""
 _TAPS_AHEAD = 4
 """Input elements loaded together, one group ahead of their use: two groups are live beside the sums."""
 Tap = tuple[int, int]
@@ -169,6 +171,8 @@ class _Writer:
         self.early = loads and not clustered and epilogue.residual == "before_activation"
         """Whether the residual starts the sums; `after` is what then follows them."""
         self.after = epilogue.model_copy(update={"residual": "none"}) if self.early else epilogue
+        self.batched = self.after.residual != "none" and entry.schedule.combine != "planes" and not self.held
+        """Whether it is loaded for a few sums at a time: no load can pass the store ahead of it."""
         self.unsettled: list[tuple[int, float]] = []
         # Every block of a cluster must meet as many barriers: as many as the piece of fewest stages has.
         fewest = min(-(-(piece.ic[1] - piece.ic[0]) // self.s.stage_channels) for piece in self.pieces)
@@ -212,6 +216,7 @@ class _Writer:
             ".reg .b32 %w;",
             ".reg .f32 %o<6>;",
             *([f".reg .{value} %f<{s.share(self.largest) * s.rows}>;"] if self.held else []),
+            *([f".reg .f32 %f<{_BATCH}>; .reg .b16 %i<{2 * _BATCH}>;"] if self.batched else []),
             ".reg .b16 %h<4>;",
             f".reg .b32 %d<{max(1, self._staged() * 4)}>;",
             f".reg .b32 %r<16>; .reg .b32 %u<{3 * s.slots + 1}>;",
@@ -429,9 +434,10 @@ class _Writer:
         elif s.combine == "planes":
             self._store_planes(piece)
         else:
-            for oc in piece.oc:
-                for j in range(s.rows):
-                    self._finish(oc, j, f"%a{oc * s.rows + j}")
+            places = [(oc, j) for oc in piece.oc for j in range(s.rows)]
+            for number, (oc, j) in enumerate(places):
+                self._load_batch(places, number)
+                self._finish(oc, j, f"%a{oc * s.rows + j}", number % _BATCH)
         if s.dependent and self.part:
             self.op("griddepcontrol.wait")
         self.op("ret")
@@ -638,11 +644,38 @@ class _Writer:
         return names
 
     # ---- what follows the sums ----
-    def _finish(self, oc: int, j: int, source: str) -> None:
-        """Epilogue and store of one sum (a pair of sums in h2)."""
+    def _load_batch(self, places: Sequence[tuple[int, int]], number: int) -> None:
+        """Residuals of the next _BATCH sums."""
+        if not self.batched or number % _BATCH:
+            return
+        s, size = self.s, self.s.global_bytes
+        for k, (oc, j) in enumerate(places[number : number + _BATCH]):
+            offset = (oc * self.g.oh + j) * self.g.ow * size
+            if size == 4:
+                self.op(f"mov.f32 %f{k}, {_ZERO}", f"@%s{j} ld.global.f32 %f{k}, [%q2+{offset}]")
+                continue
+            self.op(f"mov.b16 %i{2 * k}, 0", f"@%s{j} ld.global.b16 %i{2 * k}, [%q2+{offset}]")
+            if s.mode == "h2":
+                offset += self._pair_distance()
+                self.op(f"mov.b16 %i{2 * k + 1}, 0", f"@%t{j} ld.global.b16 %i{2 * k + 1}, [%q2+{offset}]")
+
+    def _batch_held(self, k: int) -> tuple[str, str]:
+        """Registers with the residual of the batch's k-th sum (of both its halves)."""
+        if not self.batched:
+            return "", ""
+        if self.s.global_bytes == 4:
+            return f"%f{k}", ""
+        self.op(f"cvt.f32.f16 %o4, %i{2 * k}")
+        if self.s.mode == "h2":
+            self.op(f"cvt.f32.f16 %o5, %i{2 * k + 1}")
+        return "%o4", "%o5"
+
+    def _finish(self, oc: int, j: int, source: str, k: int) -> None:
+        """Epilogue and store of one sum (a pair of sums in h2), the k-th of its batch."""
         s, g = self.s, self.g
         if s.mode != "h2":
-            self._finish_one(source, (oc * g.oh + j) * g.ow * s.global_bytes, f"%s{j}")
+            offset = (oc * g.oh + j) * g.ow * s.global_bytes
+            self._finish_one(source, offset, f"%s{j}", self._batch_held(k)[0])
             return
         if _plain(self.after) and self.swaps:
             self._store_swapped(oc, j, source)
@@ -653,7 +686,7 @@ class _Writer:
             self.op(f"@%s{j} st.global.b16 [%y+{base}], %h0", f"@%t{j} st.global.b16 [%y+{second}], %h1")
             return
         self.op("cvt.f32.f16 %o2, %h0", "cvt.f32.f16 %o3, %h1")
-        self._finish_pair(oc, j)
+        self._finish_pair(oc, j, self._batch_held(k))
 
     def _pair_distance(self) -> int:
         """Bytes of the output between both halves of a pair."""
@@ -667,22 +700,22 @@ class _Writer:
         self.op(f"shfl.sync.bfly.b32 %r7, {source}, 1, 31, -1", f"prmt.b32 %r7, {source}, %r7, %x")
         self.op(f"@%c{j} st.global.b32 [%y+{self._pair_places(oc, j)[0]}], %r7")
 
-    def _finish_pair(self, oc: int, j: int) -> None:
+    def _finish_pair(self, oc: int, j: int, held: tuple[str, str]) -> None:
         """Epilogue and store of %o2 and %o3."""
         base, second = self._pair_places(oc, j)
         if not self.swaps:
-            self._finish_one("%o2", base, f"%s{j}")
-            self._finish_one("%o3", second, f"%t{j}")
+            self._finish_one("%o2", base, f"%s{j}", held[0])
+            self._finish_one("%o3", second, f"%t{j}", held[1])
             return
-        for half, source, held in (("%h0", "%o2", "%o4"), ("%h1", "%o3", "%o5")):
-            self.op(*_after(self.after, source, "", "", 2, held))
+        for half, source, residual in (("%h0", "%o2", held[0]), ("%h1", "%o3", held[1])):
+            self.op(*_after(self.after, source, residual))
             self.op(f"cvt.rn.f16.f32 {half}, {_result(self.after, source)}")
         self.op("mov.b32 %r10, {%h0, %h1}")
         self._store_swapped(oc, j, "%r10")
 
-    def _finish_one(self, source: str, offset: int, guard: str, held: str = "") -> None:
+    def _finish_one(self, source: str, offset: int, guard: str, held: str) -> None:
         s, e = self.s, self.after
-        self.op(*_after(e, source, f"[%q2+{offset}]", guard, s.global_bytes, held))
+        self.op(*_after(e, source, held))
         if s.global_bytes == 4:
             self.op(f"@{guard} st.global.f32 [%y+{offset}], {_result(e, source)}")
         else:
@@ -747,13 +780,14 @@ class _Writer:
             self.op(f"mov.b32 {held}, 0" if s.mode == "h2" else f"mov.f32 {held}, {_ZERO}")
             self._load_residual(oc, j, held)
         self.op(*_CLUSTER_BARRIER)
-        for i, oc, j in places:
-            self._sum_shares(piece, share, i, oc, j)
+        for number, (i, oc, j) in enumerate(places):
+            self._load_batch([place[1:] for place in places], number)
+            self._sum_shares(piece, share, i, oc, j, number % _BATCH)
 
     def _slot(self, split: int, share: int, i: int, j: int) -> int:
         return ((split * share + i) * self.s.rows + j) * self.s.threads * 4
 
-    def _sum_shares(self, piece: Piece, share: int, i: int, oc: int, j: int) -> None:
+    def _sum_shares(self, piece: Piece, share: int, i: int, oc: int, j: int, k: int) -> None:
         s = self.s
         for split in range(s.splits):
             own = split == piece.split
@@ -781,12 +815,15 @@ class _Writer:
             )
         held = f"%f{i * s.rows + j}" if self.held else ""
         if s.mode != "h2":
-            self._finish_one("%o2", (oc * self.g.oh + j) * self.g.ow * s.global_bytes, f"%s{j}", held)
+            offset = (oc * self.g.oh + j) * self.g.ow * s.global_bytes
+            self._finish_one("%o2", offset, f"%s{j}", held or self._batch_held(k)[0])
             return
-        if held:
-            self.op(f"shfl.sync.bfly.b32 %r7, {held}, 1, 31, -1", f"prmt.b32 %r7, {held}, %r7, %x")
-            self.op("mov.b32 {%h2, %h3}, %r7", "cvt.f32.f16 %o4, %h2", "cvt.f32.f16 %o5, %h3")
-        self._finish_pair(oc, j)
+        if not held:
+            self._finish_pair(oc, j, self._batch_held(k))
+            return
+        self.op(f"shfl.sync.bfly.b32 %r7, {held}, 1, 31, -1", f"prmt.b32 %r7, {held}, %r7, %x")
+        self.op("mov.b32 {%h2, %h3}, %r7", "cvt.f32.f16 %o4, %h2", "cvt.f32.f16 %o5, %h3")
+        self._finish_pair(oc, j, ("%o4", "%o5"))
 
 
 def _plain(e: Epilogue) -> bool:
@@ -797,22 +834,16 @@ def _result(e: Epilogue, source: str) -> str:
     return source if _plain(e) else "%o0"
 
 
-def _after(e: Epilogue, source: str, residual: str, guard: str, size: int, held: str = "") -> list[str]:
+def _after(e: Epilogue, source: str, residual: str) -> list[str]:
     """Instructions that leave act(source + residual) or act(source) + residual in %o0; none when nothing follows.
 
-    The residual is loaded from `residual`, unless the register `held` has it already.
+    `residual` is a register.
     """
     if _plain(e):
         return []
     lines: list[str] = []
-    fetch = ["mov.f32 %o1, " + _ZERO, f"@{guard} ld.global.f32 %o1, {residual}"]
-    if size == 2:
-        fetch = ["mov.b16 %h3, 0", f"@{guard} ld.global.b16 %h3, {residual}", "cvt.f32.f16 %o1, %h3"]
-    if held:
-        fetch = []
-    addend = held or "%o1"
     if e.residual == "before_activation":
-        lines += [*fetch, f"add.f32 %o0, {source}, {addend}"]
+        lines.append(f"add.f32 %o0, {source}, {residual}")
         source = "%o0"
     if e.activation == "relu":
         lines.append(f"max.f32 %o0, {source}, {_ZERO}")
@@ -827,7 +858,7 @@ def _after(e: Epilogue, source: str, residual: str, guard: str, size: int, held:
     elif source != "%o0":
         lines.append(f"mov.f32 %o0, {source}")
     if e.residual == "after_activation":
-        lines += [*fetch, f"add.f32 %o0, %o0, {addend}"]
+        lines.append(f"add.f32 %o0, %o0, {residual}")
     return lines
 
 
@@ -853,7 +884,11 @@ def _sum_entry(entry: Entry, epilogue: Epilogue) -> list[str]:
         ops += ["ld.param.u64 %q2, [residual]", "cvta.to.global.u64 %q2, %q2", "add.s64 %q2, %q2, %q3"]
     for _ in range(1, s.splits):
         ops += ["add.s64 %q0, %q0, %q4", "ld.global.f32 %o1, [%q0+0]", "add.f32 %o2, %o2, %o1"]
-    ops += _after(epilogue, "%o2", "[%q2+0]", "%p0", size)
+    if residual and size == 4:
+        ops.append("ld.global.f32 %o3, [%q2+0]")
+    elif residual:
+        ops += ["ld.global.b16 %h3, [%q2+0]", "cvt.f32.f16 %o3, %h3"]
+    ops += _after(epilogue, "%o2", "%o3")
     result = _result(epilogue, "%o2")
     if size == 4:
         ops.append(f"st.global.f32 [%q1+0], {result}")
