@@ -163,6 +163,20 @@ def test_the_bundle_is_rewritten_with_the_winners(tmp_path: Path, monkeypatch: p
     assert CliRunner().invoke(app, ["verify", str(out)]).exit_code == 0
 
 
+def test_the_plan_can_be_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = made(tmp_path)
+    pretend(monkeypatch, FAST)
+    assert run(str(out)).exit_code == 0
+    plan, again = out / bundle.PLAN, tmp_path / "again"
+    words = ["convert", str(tmp_path / "model.onnx"), "--plan", str(plan), "-o", str(again), "--no-engine"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    before, after = (Plan.from_json((folder / bundle.PLAN).read_bytes(), "plan") for folder in (out, again))
+    assert [entry.choice for entry in after.layers] == ["csr", "csr"]
+    assert [entry.measured for entry in after.layers] == [entry.measured for entry in before.layers]
+    assert [entry.measured_crossover for entry in after.layers] == [entry.measured_crossover for entry in before.layers]
+
+
 def test_json_is_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = made(tmp_path)
     pretend(monkeypatch, FAST)
