@@ -15,7 +15,7 @@ from sparsedeploy.converters.fuse import NO_HIGH, NO_LOW, ConvUnit
 from sparsedeploy.layer import Precision
 from sparsedeploy.max_pool import MaxPool
 from sparsedeploy.runtime import Arithmetic
-from sparsedeploy.torch_operators import Call, ConvForm
+from sparsedeploy.torch_operators import ConvForm
 
 Layout = Literal["nchw", "nhwc"]
 """How activations lie in memory: NCHW, or channels last."""
@@ -129,25 +129,6 @@ def _turned(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return run(to_nhwc(x), weight, bias, turned_residual).contiguous()
 
     return turned
-
-
-def alternatives(call: Call) -> dict[str, Callable[..., Tensor]]:
-    """Ways to run an operator on a GPU that may be faster than the plain one."""
-    op = call.node.op_type
-    if op == "GlobalAveragePool" and call.x().dim() == 4:
-        n, c, *size = call.x().shape
-        return {
-            f"{op}, one window": lambda x: torch.nn.functional.avg_pool2d(x, size),
-            f"{op}, by rows": lambda x: x.reshape(n * c, -1).mean(1).reshape(n, c, 1, 1),
-        }
-    scaled = (float(call.attr("alpha", 1.0)), float(call.attr("beta", 1.0))) != (1.0, 1.0)
-    if op == "Gemm" and not scaled and not call.attr("transA", 0) and call.has(2) and call.x(2).dim() == 1:
-        turned = bool(call.attr("transB", 0))
-        return {
-            f"{op}, linear": lambda a, b, c: torch.nn.functional.linear(a, b if turned else b.t(), c),
-            f"{op}, then sum": lambda a, b, c: torch.matmul(a, b.t() if turned else b).add_(c),
-        }
-    return {}
 
 
 def pool_by(pool: MaxPool, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:

@@ -42,7 +42,6 @@ from sparsedeploy.torch_forms import (
     PRECISIONS,
     Layout,
     Operands,
-    alternatives,
     captured,
     graph_us,
     pool_by,
@@ -311,7 +310,7 @@ class TorchRunner:
         """The fastest way to run an operator other than a convolution, timed once per operator and shapes."""
         if self.torch_device.type == "cpu":
             return call.node.op_type, plain
-        forms = {call.node.op_type: plain} | alternatives(call) | self._our_pool(call, plain)
+        forms = {call.node.op_type: plain} | self._our_pool(call, plain)
         if len(forms) == 1:
             return call.node.op_type, plain
         operands = [None if value is None else value.to(self.torch_device) for value in call.inputs]

@@ -25,7 +25,7 @@ from sparsedeploy.verify import run_file
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from sparsedeploy.torch_forms import PRECISIONS, alternatives, pool_by, settings  # noqa: E402
+from sparsedeploy.torch_forms import PRECISIONS, pool_by, settings  # noqa: E402
 from sparsedeploy.torch_operators import Call, build, window  # noqa: E402
 from sparsedeploy.torch_runner import TorchRunner, load_torch  # noqa: E402
 
@@ -338,40 +338,6 @@ def test_a_dense_layer_between_sparse_ones_keeps_its_addition(tmp_path: Path, ba
     (unit,) = runner.units({"x": (batch, 16, 8, 8)})
     assert (unit.conv.name, unit.epilogue.describe(), unit.residual) == ("c2", "add+relu", "x")
     assert model.proto.SerializeToString() == before
-
-
-@pytest.mark.parametrize(
-    ("op", "attributes", "extra", "shape"),
-    [
-        ("GlobalAveragePool", {}, [], X),
-        ("Gemm", {"transB": 1}, [floats(5, 7), floats(5)], (3, 7)),
-        ("Gemm", {}, [floats(7, 5), floats(5)], (3, 7)),
-    ],
-)
-def test_other_ways_give_the_same(
-    op: str, attributes: dict[str, Any], extra: list[Array], shape: tuple[int, ...]
-) -> None:
-    node = one_node(op, attributes, extra, 17, shape).graph.node[0]
-    operands = tuple(torch.from_numpy(array) for array in (floats(*shape), *extra))
-    call = Call(node, 17, operands, (False, True, True)[: len(operands)])
-    expected = build(call)(*operands)
-    ways = alternatives(call)
-    assert len(ways) == 2
-    for run in ways.values():
-        torch.testing.assert_close(run(*operands), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_there_is_no_other_way_for_other_forms() -> None:
-    for op, attributes, extra, shape in (
-        ("Gemm", {"alpha": 2.0}, [floats(7, 5), floats(5)], (3, 7)),
-        ("Gemm", {}, [floats(7, 5), floats(3, 5)], (3, 7)),
-        ("Gemm", {}, [floats(7, 5)], (3, 7)),
-        ("GlobalAveragePool", {}, [], (2, 3, 4)),
-        ("Relu", {}, [], X),
-    ):
-        operands = tuple(torch.from_numpy(array) for array in (floats(*shape), *extra))
-        node = one_node(op, attributes, extra, 17, shape).graph.node[0]
-        assert alternatives(Call(node, 17, operands, (False,) * len(operands))) == {}
 
 
 class Bare:
