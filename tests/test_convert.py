@@ -182,8 +182,8 @@ def test_a_model_too_large_for_one_message_is_written_with_a_side_file(
 
 
 def test_failing_verification_leaves_no_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def worse(*words: Any) -> Verification:
-        result = verify(*words)
+    def worse(*words: Any, **options: Any) -> Verification:
+        result = verify(*words, **options)
         check = result.weights[0].model_copy(update={"passed": False})
         return result.model_copy(update={"weights": (check,)})
 
