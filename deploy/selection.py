@@ -106,18 +106,24 @@ def drop_useless(
 def _one_round(stage: Stage, state: Dropped, order: Sequence[str], schedule: Schedule, patience: int | None) -> bool:
     """Whether anything was dropped."""
     failures, any_dropped = 0, False
-    for name in order:
-        if len(state.kept) == 1:
-            break  # the last one is compared with the dense model as a whole
-        fewer = {each: node for each, node in state.kept.items() if each != name}
-        with held(stage, state.kept) as before, held(stage, fewer) as tried:
-            ratio, _, _ = race(before, tried, stage.feeds, schedule)
-        helps = ratio.low > 1
-        state.steps.append(Step(what=f"{name} dense again", ratio=ratio, taken=helps))
-        if helps:
-            state.kept, any_dropped, failures = fewer, True, 0
-        else:
-            failures += 1
-            if patience is not None and failures >= patience:
-                break
+    before = stage.session(state.kept)
+    try:
+        for name in order:
+            if len(state.kept) == 1:
+                break  # the last one is compared with the dense model as a whole
+            fewer = {each: node for each, node in state.kept.items() if each != name}
+            with held(stage, fewer) as tried:
+                ratio, _, _ = race(before, tried, stage.feeds, schedule)
+            helps = ratio.low > 1
+            state.steps.append(Step(what=f"{name} dense again", ratio=ratio, taken=helps))
+            if helps:
+                state.kept, any_dropped, failures = fewer, True, 0
+                before.close()
+                before = stage.session(state.kept)
+            else:
+                failures += 1
+                if patience is not None and failures >= patience:
+                    break
+    finally:
+        before.close()
     return any_dropped

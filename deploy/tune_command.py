@@ -220,7 +220,7 @@ def fit_lines(tuning: Tuning) -> list[str]:
     """How far the predictions were off, one line per kernel and for dense layers."""
     return [
         f"cost model of {fit.kernel} ({fit.precision}): mean |ln(measured / predicted)| {fit.mean_abs_log:.2f} over {fit.points} "
-        f"times, measured {fit.factor:.2f} of predicted on average; worst {fit.worst}"
+        f"points, measured {fit.factor:.2f} of predicted on average; worst {fit.worst}"
         for fit in tuning.fits
     ]
 
