@@ -375,18 +375,21 @@ def _isa(tiling: Tiling, arch: int) -> str | None:
     return "8.1" if tiling.splits > 1 and arch == _CLUSTER_SM else None
 
 
-_BLOCK_US, _STAGE_US = 2.2, 0.77
+_BLOCK_US, _STAGE_US = 2.1, 0.39
 """Latency of a launch and of a block's first loads, which a wave of blocks pays once, and of each stage from the third on."""
-_PUSH_CYCLES, _STORE_CYCLES = 5.5, 6.8
-"""Of one warp's `vec` sums stored to another block's shared memory, and of its sum of each thread finished and stored."""
-_FIRST_BYTES_PER_CYCLE = 35.0
+_SECOND_US: dict[Precision, float] = {"fp32": 0.18, "fp16": 0.59}
+"""Of the second stage: halves of the first are waited for before those of the second are asked for."""
+_PUSH_CYCLES, _STORE_CYCLES, _LOOP_CYCLES = 1.9, 6.1, 9.9
+"""Of one warp's `vec` sums stored to another block's shared memory, of its sum of each thread finished and stored, and of
+its way into and out of one output channel's nonzeros of a stage."""
+_FIRST_BYTES_PER_CYCLE = 32.0
 """At which a block's first stage arrives, while it has nothing to compute."""
-_SHARED_SHARE, _FEW_WARPS = 0.94, 0.16
+_SHARED_SHARE, _FEW_WARPS = 0.887, 0.176
 """Measured over counted cycles of shared-memory words; how much more where an SM has below 20 warps."""
-_ISSUE_SHARE: dict[Precision, float] = {"fp32": 0.53, "fp16": 1.64}
+_ISSUE_SHARE: dict[Precision, float] = {"fp32": 0.42, "fp16": 1.6}
 """Measured over counted issue slots of the other instructions; halves go to shared memory through registers.
 
-These are a least-squares fit to 159 tilings of ResNet-50's 3x3 layers at 90, 95 and 98 %, N=1, 8 and 32, measured on an
+These are a least-squares fit to 175 tilings of ResNet-50's 3x3 layers at 90, 95 and 98 %, N=1, 8 and 32, measured on an
 H200; its root-mean-square error is 6 %.
 """
 _UNEVEN = 0.5
@@ -495,6 +498,7 @@ def _work(space: _Space, nnz: int, device: Device) -> dict[str, NDArray[np.float
         "warps": np.minimum(per_sm, resident) * threads / 32,
         "words": per_sm * taps * spread * warps * (rows * s.conflicts + 0.5),
         "other": per_sm * (decodes * 25 + items / 32 * 6) / 2,
+        "loops": per_sm * channels * warps * s.stages,
         "pushes": np.where(splits > 1, per_sm * units * warps, 0),
         "stores": per_sm * np.minimum(channels, g.oc) * rows * warps * halves / splits,
         "first_words": waves * stage * s.tile_words * halves,
@@ -510,12 +514,12 @@ def _times(
     clock_khz = device.fp32_tflops * 1e9 / (device.sm_count * 256)
     shared = work["words"] * _SHARED_SHARE * (1 + _FEW_WARPS * np.maximum(0.0, 20 / work["warps"] - 1))
     compute = shared + work["other"] * _ISSUE_SHARE[precision]
-    compute += work["pushes"] * _PUSH_CYCLES + work["stores"] * _STORE_CYCLES
+    compute += work["pushes"] * _PUSH_CYCLES + work["stores"] * _STORE_CYCLES + work["loops"] * _LOOP_CYCLES
     compute += work["first_words"] * ELEMENT_BYTES[precision] / _FIRST_BYTES_PER_CYCLE
     compute *= 1e3 / clock_khz
     fill = work["fill_words"] * ELEMENT_BYTES[precision] / (1.3 * device.bandwidth_gbs) / 1e3
-    latency = work["waves"] * (_BLOCK_US + _STAGE_US * np.maximum(0, space.stages - 2))
-    us = latency + np.maximum(compute, fill)
+    latency = _BLOCK_US + _SECOND_US[precision] * (space.stages > 1) + _STAGE_US * np.maximum(0, space.stages - 2)
+    us = work["waves"] * latency + np.maximum(compute, fill)
     return np.where(work["fits"], us, np.inf), fill > compute
 
 
