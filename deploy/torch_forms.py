@@ -131,13 +131,15 @@ def _turned(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return turned
 
 
-def pool_by(pool: MaxPool, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Our pooling as a function of tensors; `shape` is the output's."""
+def pool_by(pool: MaxPool, shape: tuple[int, ...], layout: Layout) -> Callable[[Tensor], Tensor]:
+    """Our pooling as a function of tensors in `layout`; `shape` is the output's, N C H W."""
+    memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    planes = shape[0] if layout == "nhwc" else shape[0] * shape[1]
 
     def run(x: Tensor) -> Tensor:
-        x = x.contiguous()
-        y = torch.empty(shape, dtype=x.dtype, device=x.device)
-        pool.launch(x.data_ptr(), y.data_ptr(), shape[0] * shape[1], torch.cuda.current_stream(x.device).cuda_stream)
+        x = x.contiguous(memory_format=memory)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory)
+        pool.launch(x.data_ptr(), y.data_ptr(), planes, torch.cuda.current_stream(x.device).cuda_stream)
         return y
 
     return run

@@ -327,8 +327,9 @@ class TorchRunner:
         if call.node.op_type != "MaxPool":
             return {}
         x = call.x()
-        if x.dim() != 4 or x.dtype not in PRECISIONS or not x.is_contiguous():
+        if x.dim() != 4 or x.dtype not in PRECISIONS or x.numel() >= 2**29:
             return {}
+        layout: Layout = "nchw" if x.is_contiguous() else "nhwc"
         w, shape = window(call), tuple(theirs(x).shape)
         pool = Pool(
             input=(x.shape[2], x.shape[3]),
@@ -337,12 +338,13 @@ class TorchRunner:
             strides=(w.strides[0], w.strides[1]),
             pads=(w.pads[0][0], w.pads[1][0]),
             dilations=(w.dilations[0], w.dilations[1]),
+            channels=shape[1] if layout == "nhwc" else 1,
         )
         key = (pool, PRECISIONS[x.dtype])
-        if key not in self._pools and math.prod(shape) < 2**31:
+        if key not in self._pools and math.prod(shape) < 2**29:
             self._pools[key] = max_pool(*key, x.device.index or 0)
         made = self._pools.get(key)
-        return {} if made is None else {"MaxPool, ours": pool_by(made, shape)}
+        return {} if made is None else {"MaxPool, ours": pool_by(made, shape, layout)}
 
     def _time_form(self, name: str, run: Callable[..., Tensor], operands: Operands, layout: Layout) -> float:
         x, weight, bias, residual = operands

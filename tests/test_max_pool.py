@@ -18,6 +18,7 @@ POOLS = [
     Pool((112, 112), (56, 56), (3, 3), (2, 2), (1, 1), (1, 1)),
     Pool((9, 7), (5, 3), (2, 3), (2, 2), (0, 0), (1, 1)),
     Pool((8, 8), (6, 8), (3, 3), (1, 1), (0, 2), (2, 1)),
+    Pool((9, 7), (5, 4), (3, 3), (2, 2), (1, 1), (1, 1), channels=5),
 ]
 
 
@@ -89,10 +90,10 @@ def _result(op: str, kind: str, v: list[Any]) -> Any:
 @pytest.mark.parametrize("pool", POOLS[1:])
 def test_every_thread_computes_its_pixel(pool: Pool) -> None:
     planes, rng = 3, np.random.default_rng(5)
-    x = rng.standard_normal((planes, *pool.input)).astype(np.float32)
+    x = rng.standard_normal((planes, *pool.input, pool.channels)).astype(np.float32)
     x[1, 4, 4] = np.nan
-    got = interpret(ptx(pool, "fp32"), x, planes, planes * pool.output[0] * pool.output[1])
-    padded = np.full((planes, 40, 40), -np.inf, np.float32)
+    got = interpret(ptx(pool, "fp32"), x, planes, planes * pool.output[0] * pool.output[1] * pool.channels)
+    padded = np.full((planes, 40, 40, pool.channels), -np.inf, np.float32)
     padded[:, pool.pads[0] : pool.pads[0] + pool.input[0], pool.pads[1] : pool.pads[1] + pool.input[1]] = x
     (sh, sw), (dh, dw), (kh, kw), (oh, ow) = pool.strides, pool.dilations, pool.kernel, pool.output
     windows = [
@@ -100,7 +101,7 @@ def test_every_thread_computes_its_pixel(pool: Pool) -> None:
         for ky in range(kh)
         for kx in range(kw)
     ]
-    np.testing.assert_array_equal(got.reshape(planes, oh, ow), np.maximum.reduce(windows))
+    np.testing.assert_array_equal(got.reshape(planes, oh, ow, pool.channels), np.maximum.reduce(windows))
 
 
 class Driver:

@@ -19,14 +19,13 @@ from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError, MachineError
-from sparsedeploy.max_pool import Pool, max_pool
 from sparsedeploy.models import networks
 from sparsedeploy.verify import run_file
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from sparsedeploy.torch_forms import PRECISIONS, pool_by, settings  # noqa: E402
-from sparsedeploy.torch_operators import Call, build, window  # noqa: E402
+from sparsedeploy.torch_forms import settings  # noqa: E402
+from sparsedeploy.torch_operators import Call, build  # noqa: E402
 from sparsedeploy.torch_runner import TorchRunner, load_torch  # noqa: E402
 
 Array = NDArray[Any]
@@ -521,6 +520,7 @@ def test_arrays_on_the_device_are_read_where_they_lie(bundle: Path, library: str
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
     "attributes",
@@ -530,24 +530,18 @@ def test_arrays_on_the_device_are_read_where_they_lie(bundle: Path, library: str
         {"kernel_shape": [3, 3], "pads": [0, 2, 1, 0], "dilations": [2, 1]},
     ],
 )
-def test_our_max_pool(attributes: dict[str, Any], dtype: str, tmp_path: Path) -> None:
-
+def test_our_max_pool(attributes: dict[str, Any], dtype: str, layout: Any, tmp_path: Path) -> None:
     x = torch.randn(2, 5, 23, 17, device="cuda", dtype=getattr(torch, dtype))
     x[1, 2, 7, 7] = float("nan")
     node = helper.make_node("MaxPool", ["x"], ["y"], **attributes)
+    runner = load_torch(saved(one_node("MaxPool", attributes, [], 17, x.shape), tmp_path))
+    if layout == "nhwc":
+        x = x.contiguous(memory_format=torch.channels_last)
     call = Call(node, 17, (x,), (False,))
-    expected, w = build(call)(x), window(call)
-    pool = Pool(
-        tuple(x.shape[2:]),
-        tuple(expected.shape[2:]),
-        tuple(w.kernel),
-        tuple(w.strides),
-        (w.pads[0][0], w.pads[1][0]),
-        tuple(w.dilations),
-    )
-    made = max_pool(pool, PRECISIONS[x.dtype])
-    assert made is not None
-    got = pool_by(made, tuple(expected.shape))(x)
+    expected = build(call)(x)
+    (run,) = runner._our_pool(call, build(call)).values()
+    got = run(x)
+    assert got.stride() == expected.stride()
     assert torch.equal(got.isnan(), expected.isnan())
     assert torch.equal(got.nan_to_num(), expected.nan_to_num())
-    made.close()
+    runner.close()
