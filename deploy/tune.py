@@ -45,6 +45,8 @@ from sparsedeploy.timing import Schedule, measure
 from sparsedeploy.tuning import CONDITIONS, Attempt, Step, TunedLayer, Tuning
 from sparsedeploy.verify import random_feeds, tolerance_for
 
+ROUNDED = 20.0
+"""An error so many times another kernel's comes from rounded weights, not from the order of sums."""
 LEAST_SPARSITY = 0.2
 """Layers with fewer zeros are not tried unless they are small: they would cost the most to compile."""
 SMALL_LAYER = 20_000
@@ -265,7 +267,7 @@ class _Tuner:
         for group in self.groups:
             head = group[0].name
             ranked = sorted((each for each in self.tried.get(head, []) if each.time), key=_us)
-            paying = [each for each in ranked if each.time and pays(self.dense[head], each.time)]
+            paying = _exact_first([each for each in ranked if each.time and pays(self.dense[head], each.time)])
             for layer in group:
                 if not paying:
                     self.reasons[layer.name] = self._why_none(head, ranked)
@@ -501,6 +503,14 @@ class _Tuner:
 def _us(tried: _Tried) -> float:
     assert tried.time is not None
     return tried.time.us
+
+
+def _exact_first(ranked: Sequence[_Tried]) -> list[_Tried]:
+    """Fastest first; but of those as fast as the fastest within the noise, what rounds no weights before what does."""
+    alike = [each for each in ranked if not (each.time and ranked[0].time and pays(each.time, ranked[0].time))]
+    least = min((each.error or 0.0 for each in alike), default=0.0)
+    alike.sort(key=lambda each: ((each.error or 0.0) > ROUNDED * least, _us(each)))
+    return [*alike, *(each for each in ranked if not any(each is other for other in alike))]
 
 
 def _halved(weight: Floats) -> Floats:

@@ -98,6 +98,8 @@ class FakeStage:
     """What a sparse layer costs the whole model beyond its own time."""
     wrong: frozenset[str] = frozenset()
     """Kernels whose results are wrong."""
+    rounding: frozenset[str] = frozenset()
+    """Kernels that round weights."""
     noise: float = 0.0
     sm: int = 90
     gpu: str = "Fake GPU"
@@ -125,7 +127,7 @@ class FakeStage:
 
     def error(self, name: str, node: SparseConv, weight: Any, bias: Any) -> float:
         assert np.count_nonzero(weight) == node.parameters[1] or node.parameters[1] == 0
-        return float("inf") if node.kernel in self.wrong else 1e-7
+        return float("inf") if node.kernel in self.wrong else 1e-4 if node.kernel in self.rounding else 1e-7
 
     def session(self, nodes: Mapping[str, SparseConv]) -> FakeSession:
         total = 50.0 + sum(
@@ -269,6 +271,13 @@ def test_within_the_noise_stays_dense() -> None:
     assert result.tuning.verdict.startswith("all dense: no layer measured faster")
     assert result.tuning.speedup is None
     assert result.plan.layers[0].measured is not None  # what was measured is kept: it says by how little
+
+
+@pytest.mark.parametrize(("packed", "wins"), [(9.9, "baked"), (9.0, "packed")])
+def test_of_equally_fast_kernels_the_one_that_rounds_nothing_wins(packed: float, wins: str) -> None:
+    times = {("*", "packed", 0): packed, ("*", "baked", 1): 10.0, ("*", "baked", 2): 10.1}
+    stage = FakeStage(["a"], times, spread=0.2, rounding=frozenset({"packed"}))
+    assert tuned(stage, [layer("a")]).plan.layers[0].choice == wins
 
 
 def test_a_wrong_kernel_is_not_timed_and_not_used() -> None:
