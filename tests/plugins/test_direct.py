@@ -106,6 +106,13 @@ def test_tilings(tiling: Tiling, precision: Precision) -> None:
     check(build("csr", case, options(precision), tiling), case)
 
 
+@pytest.mark.parametrize(("splits", "version"), [(1, b".version 7.8"), (4, b".version 8.1")])
+def test_newer_ptx_is_declared_only_where_clusters_need_it(splits: int, version: bytes) -> None:
+    case = fill(MAP, EPILOGUES[0], 100, 1, 7)
+    (image,) = build("csr", case, options(), Tiling(MAP, 1, 2, 5, 8, 1, 2, 2, splits, 3)).images
+    assert version in image.data
+
+
 def test_packed_runs_any_height_and_width() -> None:
     case = fill(MAP, EPILOGUES[1], 200, 2, 3)
     node = build("packed", case, options())
