@@ -919,9 +919,9 @@ def _print_conversion(done: Conversion, engine: tuple[str, ...]) -> None:
     print(f"verified: {verdict(done.verification)}{note}")
     print(f"{done.out}: {sizes(done.out)}, report.html")
     if not done.nothing:
-        sm = done.manifest.sm
+        sm, kinds = done.manifest.sm, "PTX and machine code" if done.verification.cubins else "PTX"
         print(
-            f"every sparse node carries its code for sm_{sm} (PTX) and how to launch it; nothing has run on a device yet"
+            f"every sparse node carries its code for sm_{sm} ({kinds}) and how to launch it; nothing has run on a device yet"
             if done.manifest.executable
             else "weights verified; no kernel yet"
         )

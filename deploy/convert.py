@@ -417,9 +417,13 @@ def _interpreted(verification: Verification) -> str:
         return ""
     share = sum(check.pixels for check in verification.code) / sum(check.of for check in verification.code)
     worst = max(check.worst for check in verification.code)
+    cubins, compilers = verification.cubins, sorted({check.compiler for check in verification.cubins if check.passed})
+    again = f"; {' and '.join(compilers)} makes the same machine code of it" if compilers else ""
+    if unknown := sum(not check.checked for check in cubins):
+        again += f"; {unknown} cubins not verified: no ptxas is here"
     return (
         f"; code of {len(verification.code)} layers interpreted for {share:.0%} of their outputs, errors at most "
-        f"{worst:.1%} of what rounding may cost"
+        f"{worst:.1%} of what rounding may cost{again}"
     )
 
 

@@ -110,6 +110,7 @@ def test_convert_ships_machine_code_and_verify_assembles_it_again(tmp_path: Path
     assert [(entry["passed"], entry["compiler"].startswith("ptxas V12.9")) for entry in recorded] == [(True, True)]
     result = CliRunner().invoke(app, ["verify", str(out)])
     assert result.exit_code == 0, result.output
+    assert "ptxas V12.9.86 makes the same machine code of it" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(("target", "more"), [("a100", ["--no-assemble"]), ("jetson-nano", [])])
@@ -169,6 +170,7 @@ def test_without_a_compiler_a_cubin_is_neither_proven_nor_refused(
     result = done.verification.model_copy(update={"cubins": (check,)})
     assert result.passed
     assert not result.code_proven
+    assert "1 cubins not verified: no ptxas is here" in verdict(result)
     require(result)
     (alone,) = check_cubins(replace(made, images=made.images[1:]))
     assert "0 PTX images lie beside it" in alone.problem
