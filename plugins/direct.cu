@@ -6,10 +6,10 @@
 //
 // A block computes one tile of pixels (IMAGES x GROUPS * ROWS x COLS) for one block of output channels over one range of
 // input channels. SETS warp sets of WARPS warps stand side by side, each with SLOTS output channels, so that weights
-// differ between sets and inputs are shared by all. Input channels arrive in stages of at most STAGE channels through two
-// buffers (cp.async from sm_80); the words of the next stage are fetched to registers ahead of the arithmetic.
-// SPLITS blocks of a cluster take a range of input channels each; every one sums its share of the channels, in rank
-// order, so that results are equal from run to run.
+// differ between sets and inputs are shared by all. Input channels arrive in stages of at most STAGE channels through
+// BUFFERS buffers (cp.async from sm_80): all at once where each stage has a buffer, else the next while one is summed.
+// SPLITS blocks of a cluster take a range of input channels each and send their sums, by asynchronous stores, to the blocks
+// that own them; these add in rank order, so that results are equal from run to run.
 //
 // Compile-time: see plugins/direct.py, which writes the definitions and the table. Run time: N, H, W.
 // Grid: x = tile columns and images times SPLITS, y = rows of tiles, z = blocks of output channels.
