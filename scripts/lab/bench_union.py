@@ -156,7 +156,7 @@ class Tiling:
         """Why it cannot be; empty when it can."""
         if self.shared_bytes > SHARED_MAX:
             return f"{self.shared_bytes} bytes of shared memory"
-        if self.chunks > self.slots and 2 * self.slots > 15 or self.slots > 14 or self.chunks > 32:
+        if (self.chunks > self.slots and 2 * self.slots > 15) or self.slots > 14 or self.chunks > 32:
             return "named barriers"
         if self.threads > 1024 or self.groups * 128 % self.splits or self.ln * self.ly * self.lx != LANES:
             return "shape"
@@ -218,8 +218,9 @@ def order_columns(rows: Ints, chunk: Ints, chunks: int, reused: bool) -> tuple[l
                 octet: list[int] = []
                 limit = max((-(-len(part) // (need - o)) for part in counts), default=0)
                 for b in sorted(range(8), key=lambda b: -len(counts[b])):
-                    for _ in range(min(limit, len(counts[b]), 8 - len(octet))):
-                        octet.append(counts[b].pop(0))
+                    room = min(limit, len(counts[b]), 8 - len(octet))
+                    octet += counts[b][:room]
+                    del counts[b][:room]
                 for b in range(8):
                     if queues[b] and len(octet) < 8 and not any(residue[k] == b for k in octet):
                         octet.append(queues[b].pop(0))
@@ -312,11 +313,11 @@ def pack(tiling: Tiling, weight: Floats) -> tuple[Ints, Ints, dict[str, float]]:
     out = np.zeros((entries * most + AHEAD, STEP_WORDS), np.int32)
     lane = np.arange(32)
     r, q = lane // 4, lane % 4 * 2
-    for entry, (values, rows) in enumerate(lists):
+    for entry, (bits, rows) in enumerate(lists):
         count = len(rows)
         if not count:
             continue
-        v = values.reshape(GROUP, count, 2, 16)  # [oc, step, mma, k]
+        v = bits.reshape(GROUP, count, 2, 16)  # [oc, step, mma, k]
         # Registers of an A fragment: (r, k), (r + 8, k), (r, k + 8), (r + 8, k + 8), two k each.
         words = np.empty((count, 2, 32, 4, 2), np.uint16)
         for reg, (dr, dk) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
@@ -363,7 +364,7 @@ def emulate(tiling: Tiling, steps: Ints, counts: Ints, x: NDArray[np.float64]) -
     table = steps.reshape(-1, STEP_WORDS)
     most = (len(table) - AHEAD) // entries
     perm = counts[entries * t.chunks :]
-    gx, gy, gz = t.grid(n)
+    _, gy, gz = t.grid(n)
     tiles_x = -(-g.ow // (t.lx * t.tw))
     for bz in range(gz):
         for by in range(gy):
@@ -373,7 +374,6 @@ def emulate(tiling: Tiling, steps: Ints, counts: Ints, x: NDArray[np.float64]) -
                     first = rank * t.ic_block
                     channels = min(t.ic_block, g.ic - first)
                     shared = np.full((t.slots * t.chunk * t.per_channel, LANES), np.nan)
-                    queue = {c: [] for c in range(t.chunks)}
                     tiles = []
                     for c in range(t.chunks):
                         block = np.full((t.chunk, t.per_channel, LANES), np.nan)
@@ -389,7 +389,6 @@ def emulate(tiling: Tiling, steps: Ints, counts: Ints, x: NDArray[np.float64]) -
                                             patch[a, b] = x[img, first + c * t.chunk + k, y0 + a, x0 + b]
                                 block[k, : t.in_rows * t.in_cols, j] = patch.ravel()
                         tiles.append(block.reshape(-1, LANES))
-                    del queue
                     size = t.chunk * t.per_channel
                     for group in range(t.groups):
                         entry = (ocb * t.splits + rank) * t.groups + group
@@ -486,11 +485,10 @@ def make_node(tiling: Tiling, steps: Ints, counts: Ints, images: tuple[Image, ..
     """A node that plugins.host runs."""
     t, g = tiling, tiling.geometry
     gx, gy, _ = t.grid(1)
-    args = (Arg("input"), Arg("output"), Arg("constant", 0), Arg("constant", 1), Arg("N"))
-    gx, gy, _ = t.grid(1)
+    args = [Arg("input"), Arg("output"), Arg("constant", 0), Arg("constant", 1), Arg("N")]
     if t.times:
-        args = (*args, Arg("workspace", 0))
-    launch = Launch("union_conv", (const(gx), const(gy), var("N").ceil_div(t.ln)), (t.threads, 1, 1), args, t.shared_bytes,
+        args.append(Arg("workspace", 0))
+    launch = Launch("union_conv", (const(gx), const(gy), var("N").ceil_div(t.ln)), (t.threads, 1, 1), tuple(args), t.shared_bytes,
                     cluster=t.splits, dependent=bool(t.overlap))  # fmt: skip
     return SparseConv(layer="bench", kernel="union", geometry=g, epilogue=Epilogue(), precision="fp16",
                       constants=(steps, counts), plan=(Variant("fp16", (launch,), var("N").ceil_div(t.ln) * (gx * gy * 256 * t.times)),), images=images)  # fmt: skip
@@ -582,7 +580,7 @@ def time_us(call: Any, launches: int = 20, repeats: int = 7) -> tuple[float, flo
 
 
 def dense_us(g: Geometry, n: int) -> float:
-    """cuDNN fp16 with full search, best of NCHW and NHWC, layouts converted outside of the timing."""
+    """What cuDNN takes in fp16 with full search, best of NCHW and NHWC, layouts converted outside of the timing."""
     import torch
     from torch.nn.functional import conv2d
 

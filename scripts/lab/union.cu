@@ -12,6 +12,8 @@
 // NCHW into lanes; the first chunk is filled by all. SPLITS blocks of a cluster take a range of input channels each; sums meet in
 // shared memory and each block adds its share in rank order, so that results are equal from run to run.
 //
+// Right, and not fast enough to ship: what it takes and what limits it is in NOTES.md, "Union tensor-core kernel".
+//
 // counts: per (block of channels, rank, group) CHUNKS counts of steps, then the output channel of every row (-1: none).
 
 typedef unsigned int u32;
