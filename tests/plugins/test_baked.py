@@ -20,6 +20,7 @@ from sparsedeploy.plugins.baked import BAKED, MAX_NNZ
 from sparsedeploy.plugins.baked.choose import SHARED_KB, from_config, ranked, to_config
 from sparsedeploy.plugins.baked.emit import Entry, module
 from sparsedeploy.plugins.baked.interpret import run_plan
+from sparsedeploy.plugins.baked.measured import winner
 from sparsedeploy.plugins.baked.schedule import Schedule, cluster_channels, columns, flatten, nonzeros, pieces
 from sparsedeploy.plugins.cost import ceilings
 from sparsedeploy.plugins.kernel import BuildOptions, Config, UnfitWeightsError
@@ -284,6 +285,28 @@ def test_halves_that_overflow_or_vanish_are_refused_unless_sums_are_fp32() -> No
         with pytest.raises(UnfitWeightsError, match="sums=32"):
             build(bad, {}, "fp16", (90,))
         np.testing.assert_array_equal(BAKED.unpack(build(bad, {"sums": 32}, "fp16", (90,)))[0], weight)
+
+
+@pytest.mark.parametrize(("oc", "ic", "k", "side"), [(64, 32, 3, 256), (256, 64, 1, 56), (256, 1024, 1, 14)])
+def test_what_won_on_the_device_comes_before_what_is_predicted(oc: int, ic: int, k: int, side: int) -> None:
+    g = Geometry(oc=oc, ic=ic, kh=k, kw=k, h=side, w=side, pads=(k // 2,) * 4)
+    layer = layer_of(g, pruned(g.weight_shape, oc * ic * k * k // 10, 1))
+    (first, *others) = BAKED.configs(layer, H200, "fp32", 32)
+    known = winner(g, "fp32", 32, 0.1)
+    assert known is not None
+    assert {key: first[0][key] for key in known.config} == known.config
+    assert first[1].us == known.us
+    assert "measured" in first[1].source
+    assert all(other.us >= known.us for _, other in others)
+    assert winner(g, "fp32", 4, 0.1) is None
+
+
+def test_groups_share_inputs_where_their_code_fits_together() -> None:
+    """A 1x1 layer of four groups, whose inputs are beyond L2: blocks of all groups beside each other."""
+    pointwise = Geometry(oc=256, ic=64, kh=1, kw=1, h=56, w=56)
+    assert all(s.pieces_first for s, _, _ in ranked(pointwise, "fp32", 32, 1638, ceilings(H200), (90,), 3))
+    one = Geometry(oc=64, ic=64, kh=3, kw=3, h=56, w=56, pads=(1, 1, 1, 1))
+    assert not any(s.pieces_first for s, _, _ in ranked(one, "fp32", 32, 3687, ceilings(H200), (90,), 3))
 
 
 def test_supports_says_why_not() -> None:
