@@ -141,18 +141,25 @@ def _shared_bytes(s: Schedule, part: Sequence[Piece], archs: tuple[int, ...]) ->
 
 
 def _check_half(layer: ConvLayer, weight: Floats, bias: Floats | None) -> tuple[str, ...]:
-    """Notes on rounding weights to fp16; raises UnfitWeightsError where a value overflows or vanishes."""
+    """Notes on rounding weights to fp16.
+
+    Raises UnfitWeightsError where a value overflows, or a weight vanishes or is rounded by more than 2^-11 of itself, as
+    numbers below fp16's normal range are: that is more than verification allows.
+    """
     changed = 0
     for name, values in (("weight", weight), ("bias", bias)):
         if values is None:
             continue
         with np.errstate(over="ignore", under="ignore"):
             half = values.astype(np.float16)
-        lost = int((~np.isfinite(half)).sum()), int(((half == 0) & (values != 0)).sum())
-        if lost[0] or (lost[1] and name == "weight"):
+        overflowing = int((~np.isfinite(half)).sum())
+        with np.errstate(invalid="ignore"):
+            off = np.abs(half.astype(np.float64) - values) > 2.0**-11 * np.abs(values.astype(np.float64))
+        small = 0 if name == "bias" else int(off.sum()) - overflowing
+        if overflowing or small:
             raise UnfitWeightsError(
-                f"{layer.name}: {lost[0]} values of its {name} overflow fp16 and {lost[1]} vanish in it. Keep the layer dense, "
-                "or give baked fp32 sums (configuration sums=32), which keeps weights exact."
+                f"{layer.name}: {overflowing} values of its {name} overflow fp16 and {small} are so small that they vanish in it "
+                "or lose digits. Keep the layer dense, or give baked fp32 sums (configuration sums=32), which keeps weights exact."
             )
         changed += int((half.astype(np.float32) != values).sum())
     return (f"{layer.name}: {changed} weights and biases rounded to fp16, by at most 2^-11 of each",) if changed else ()
