@@ -79,6 +79,11 @@ def build_bundle(out: Path, options: Options) -> BuildReport:
     why = only_on_device(manifest) if build.backend is None else None
     if why is not None:
         _refuse_idle(build, manifest, why)
+    elif build.which == "dense" and manifest.sparse_layers and (options.arch or build.headers):
+        raise InputError(
+            f"{'--arch' if options.arch else '--tensorrt-include'} with --dense: says how plugin libraries are compiled, and the "
+            "dense engine needs none. Leave one of them out."
+        )
     made, lacking = None, None
     if why is None:
         try:

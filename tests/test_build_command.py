@@ -264,6 +264,8 @@ def test_a_changed_model_is_not_built(out: Path, bare: None) -> None:
         (("OUT", "--dense", "--triton", "repo"), "--dense with --triton"),
         (("OUT", "--dense", "--embed-plugin"), "there is no plugin to put into its engine"),
         (("OUT", "--dense", "--plugin", "mine.so"), "there is no plugin to load"),
+        (("OUT", "--dense", "--arch", "aarch64"), "--arch with --dense"),
+        (("OUT", "--dense", "--tensorrt-include", "h"), "--tensorrt-include with --dense"),
         (("OUT", "--arch", "riscv"), "--arch riscv"),
         (("OUT", "--profile", "x=1x2"), "do not fit it"),
         (("OUT", "--profile", "x"), "--profile x: is not understood"),

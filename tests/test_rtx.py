@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -25,6 +26,7 @@ from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDep
 from sparsedeploy.layer import Precision
 from sparsedeploy.models.sparsity import pruned
 from sparsedeploy.plugins import KERNELS
+from sparsedeploy.plugins.node import OP_TYPE
 from sparsedeploy.plugins.plugin_build import build_plugin, fetched_headers
 
 pytestmark = [
@@ -162,6 +164,17 @@ def test_a_second_build_leaves_the_same_bytes(small: Path, plugin: Path) -> None
     record = build_engine(small, Build(plugin=plugin))
     assert {path.name: path.read_bytes() for path in small.iterdir()} == first
     assert record.engine in first
+
+
+def test_the_real_registry_takes_the_library_once(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What load_engine does before it reads an engine: TensorRT-RTX itself refuses a library that it has already."""
+    registry = importlib.import_module("tensorrt_rtx_bindings").get_plugin_registry()
+    monkeypatch.setattr(engine, "_libraries", {})
+    for _ in range(2):
+        engine._load_library(registry, plugin, "its hash", "TensorRT-RTX", [])
+    assert [creator.name for creator in registry.all_creators].count(OP_TYPE) == 1
+    text = refusal(lambda: engine._load_library(registry, plugin, "another", "TensorRT-RTX", []), MachineError)
+    assert "another build of the plugin is loaded in this process already" in text
 
 
 def test_the_header_says_what_the_record_says(small: Path, plugin: Path) -> None:
