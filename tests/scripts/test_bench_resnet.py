@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from sparsedeploy.errors import InputError
 from sparsedeploy.results import Machine
 from sparsedeploy.statistics import Ratio, describe
 
@@ -79,3 +80,19 @@ def test_units_go_through_the_cheapest_question_first(script: ModuleType, monkey
     assert [(unit.network, unit.batch) for unit in found] == [
         ("resnet18", 1), ("resnet18", 32), ("resnet50", 1), ("resnet50", 32)
     ]  # fmt: skip
+
+
+def test_only_runs_of_one_commit_are_merged(script: ModuleType) -> None:
+    one = document(script)
+    later = one.model_copy(update={"rows": one.rows[:1], "command": "again"})  # type: ignore[attr-defined]
+    merged = script.merge([one, later])
+    assert merged.rows == one.rows  # type: ignore[attr-defined]
+    assert merged.command == "run; again"
+    with pytest.raises(InputError, match="different commits"):
+        script.merge([one, later.model_copy(update={"commit": "other"})])
+
+
+def test_committed_results_can_be_read(script: ModuleType) -> None:
+    file = SCRIPT.parent / "results" / "networks_h200.json"
+    text = script.table(script.Networks.from_json(file.read_bytes(), file))
+    assert "resnet18" in text
