@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sparsedeploy.bundle import DENSE_MODEL, MANIFEST, SPARSE_MODEL, Manifest, add_to_manifest, read_manifest
 from sparsedeploy.converters.shapes import parse_shape
-from sparsedeploy.engine import (
+from sparsedeploy.engines.engine import (
     Backend,
     Build,
     EngineRecord,
@@ -22,6 +22,8 @@ from sparsedeploy.engine import (
     no_engine,
     only_on_device,
 )
+from sparsedeploy.engines.target_folder import TargetFolder, make_target_folder, make_triton_repository
+from sparsedeploy.engines.trtexec import graph_shapes
 from sparsedeploy.errors import InputError, MachineError, SparseDeployError
 from sparsedeploy.plugins.plugin_build import (
     Arch,
@@ -33,8 +35,6 @@ from sparsedeploy.plugins.plugin_build import (
     system_headers,
 )
 from sparsedeploy.record import Document
-from sparsedeploy.target_folder import TargetFolder, make_target_folder, make_triton_repository
-from sparsedeploy.trtexec import graph_shapes
 
 
 class BuildReport(Document):

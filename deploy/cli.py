@@ -26,7 +26,7 @@ from sparsedeploy.gpu import closest, first_gpu
 
 if TYPE_CHECKING:
     from sparsedeploy.convert import Conversion
-    from sparsedeploy.engine import Backend
+    from sparsedeploy.engines.engine import Backend
     from sparsedeploy.layer import ConvLayer, Precision
     from sparsedeploy.plan import Plan
     from sparsedeploy.plugins.plugin_build import Arch
@@ -365,7 +365,7 @@ def build(
 ) -> None:
     """Build a bundle's engine, and the folder that builds one on the device: model, plugin libraries, build.sh."""
     from sparsedeploy import build as builder
-    from sparsedeploy.engine import Build
+    from sparsedeploy.engines.engine import Build
 
     named = {
         "--embed-plugin": embed_plugin, "--plugin": plugin, "--dense": dense, "--max-batch": max_batch, "--profile": profile,
@@ -551,7 +551,7 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure dense and sparse side by side on this GPU: outputs checked first, then timed in turns, and judged."""
-    from sparsedeploy import bench_command
+    from sparsedeploy.measure import bench_command
 
     asked = bench_command.Asked(
         source=source, runners=runners, batch=batch, precision=precision, duration_s=duration, warmup_s=warmup, seed=seed,
@@ -709,7 +709,7 @@ def tune(
 
     Never slower: the whole model decides, and where sparse does not win, everything stays dense.
     """
-    from sparsedeploy import tune_command
+    from sparsedeploy.measure import tune_command
 
     asked = tune_command.Asked(
         bundle=bundle, model=model, arithmetic=arithmetic, kernels=tuple(kernel or ()), per_kernel=per_kernel,

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Literal
 
 from sparsedeploy import __version__
-from sparsedeploy.engine import BACKENDS, MODULES, Backend, import_backend
-from sparsedeploy.engine_build import TITLES, install_hint
+from sparsedeploy.engines.engine import BACKENDS, MODULES, Backend, import_backend
+from sparsedeploy.engines.engine_build import TITLES, install_hint
+from sparsedeploy.engines.trtexec import PLACES
 from sparsedeploy.errors import SparseDeployError
 from sparsedeploy.gpu import closest, first_gpu
-from sparsedeploy.gpu_state import SEVERE, NoProbe, Nvml, probe
+from sparsedeploy.measure.gpu_state import SEVERE, NoProbe, Nvml, probe
 from sparsedeploy.plugins.assemble import NVRTC_WHEEL, PINNED, PTXAS_WHEEL, cache_dir, nvrtc_version, tool_version
 from sparsedeploy.plugins.plugin_build import Arch, fetched_headers, find_toolchain, header_version, system_headers
 from sparsedeploy.record import Document, Record
-from sparsedeploy.trtexec import PLACES
 
 State = Literal["ok", "absent", "warning", "broken"]
 Area = Literal["converting", "building engines", "running"]

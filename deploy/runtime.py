@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, read_manifest
 from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.rewrite import restore
-from sparsedeploy.engine import BACKENDS, import_backend
-from sparsedeploy.engine_build import TITLES, Backend
-from sparsedeploy.engine_file import EngineRecord, Which, record_path
+from sparsedeploy.engines.engine import BACKENDS, import_backend
+from sparsedeploy.engines.engine_build import TITLES, Backend
+from sparsedeploy.engines.engine_file import EngineRecord, Which, record_path
 from sparsedeploy.errors import InputError, MachineError, SparseDeployError
 from sparsedeploy.gpu import first_gpu
 from sparsedeploy.plugins import kernel_named
@@ -174,7 +174,7 @@ def _is_there(name: RunnerName, model: Path) -> bool:
 def _load_named(model: Path, name: RunnerName, arithmetic: Arithmetic, device: str | None) -> Runner:
     if name == "torch":
         try:
-            from sparsedeploy.torch_runner import load_torch
+            from sparsedeploy.runners.torch_runner import load_torch
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "torch":
                 raise
@@ -184,7 +184,7 @@ def _load_named(model: Path, name: RunnerName, arithmetic: Arithmetic, device: s
             ) from error
         return load_torch(model, arithmetic, device)
     if name == "onnxruntime":
-        from sparsedeploy.onnxruntime_runner import load_onnxruntime
+        from sparsedeploy.runners.onnxruntime_runner import load_onnxruntime
 
         return load_onnxruntime(model, arithmetic, device)
     if name == "tensorrt" or name == "tensorrt_rtx":
@@ -193,7 +193,7 @@ def _load_named(model: Path, name: RunnerName, arithmetic: Arithmetic, device: s
 
 
 def _load_engine(engine: Path, arithmetic: Arithmetic | None) -> Runner:
-    from sparsedeploy.engine_runner import load_engine_runner
+    from sparsedeploy.runners.engine_runner import load_engine_runner
 
     return load_engine_runner(engine, arithmetic)
 

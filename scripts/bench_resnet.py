@@ -30,21 +30,21 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from sparsedeploy.bench import commit, machine
-from sparsedeploy.candidate_build import Builders
 from sparsedeploy.errors import InputError, SparseDeployError
 from sparsedeploy.gpu import first_gpu
-from sparsedeploy.gpu_state import GpuState, probe
 from sparsedeploy.layer import Precision
+from sparsedeploy.measure.bench import commit, machine
+from sparsedeploy.measure.candidate_build import Builders
+from sparsedeploy.measure.gpu_state import GpuState, probe
+from sparsedeploy.measure.results import Machine
+from sparsedeploy.measure.statistics import Distribution, Ratio, describe, paired_ratio
+from sparsedeploy.measure.timing import Samples, Schedule, measure
+from sparsedeploy.measure.tune import QUICK, Settings, Subject, Tuned, gpu_device, stage_of, tune_on
 from sparsedeploy.models.networks import NETWORKS
 from sparsedeploy.models.sparsity import pruned
 from sparsedeploy.reading import read
 from sparsedeploy.record import Document, Record
-from sparsedeploy.results import Machine
 from sparsedeploy.runtime import Arithmetic, Feeds, Runner, Session
-from sparsedeploy.statistics import Distribution, Ratio, describe, paired_ratio
-from sparsedeploy.timing import Samples, Schedule, measure
-from sparsedeploy.tune import QUICK, Settings, Subject, Tuned, gpu_device, stage_of, tune_on
 from sparsedeploy.verify import tolerance_for
 
 ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
@@ -204,7 +204,7 @@ class Bench:
         return self._models[key]
 
     def _runner(self, unit: Unit, path: Path, arithmetic: Arithmetic) -> Runner:
-        from sparsedeploy.torch_runner import load_torch
+        from sparsedeploy.runners.torch_runner import load_torch
 
         key = (unit.network, arithmetic)
         if key not in self._runners:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsedeploy.bench import Tools
 from sparsedeploy.bundle import SPARSE_MODEL
 from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.rewrite import read_nodes, restore
 from sparsedeploy.errors import MachineError
 from sparsedeploy.gpu import Gpu
-from sparsedeploy.gpu_state import GpuState
+from sparsedeploy.measure.bench import Tools
+from sparsedeploy.measure.gpu_state import GpuState
 from sparsedeploy.plugins import kernel_named
 from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName
 from sparsedeploy.verify import run_file

@@ -17,21 +17,21 @@ from small_models import network, saved
 from typer.testing import CliRunner
 
 from sparsedeploy import bundle
-from sparsedeploy.bench import Request, bench, judge, parse_request
-from sparsedeploy.bench_command import Asked, Said, run
-from sparsedeploy.bench_files import save_in_bundle
-from sparsedeploy.bench_report import BEGIN, END, headline, remarks, table
 from sparsedeploy.cli import app
 from sparsedeploy.convert import Request as Conversion
 from sparsedeploy.convert import convert
 from sparsedeploy.devices import find
 from sparsedeploy.errors import CheckFailed, InputError, MachineError
 from sparsedeploy.gpu import Gpu
-from sparsedeploy.gpu_state import GpuState
+from sparsedeploy.measure.bench import Request, bench, judge, parse_request
+from sparsedeploy.measure.bench_command import Asked, Said, run
+from sparsedeploy.measure.bench_files import save_in_bundle
+from sparsedeploy.measure.bench_report import BEGIN, END, headline, remarks, table
+from sparsedeploy.measure.gpu_state import GpuState
+from sparsedeploy.measure.results import Limits, Results, Timing, read_results
+from sparsedeploy.measure.statistics import describe, mean_interval, variation
+from sparsedeploy.measure.timing import Schedule
 from sparsedeploy.plan import Measured, Plan
-from sparsedeploy.results import Limits, Results, Timing, read_results
-from sparsedeploy.statistics import describe, mean_interval, variation
-from sparsedeploy.timing import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -339,14 +339,14 @@ def test_an_invalid_bench_is_printed_exits_1_and_leaves_the_bundle(out: Path, tm
 
 def test_invalid_reaches_the_exit_code(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Bench(state=lambda seconds: HOT)
-    monkeypatch.setattr("sparsedeploy.bench.tools_here", fake.tools)
+    monkeypatch.setattr("sparsedeploy.measure.bench.tools_here", fake.tools)
     words = ["bench", str(out), "--duration", "0.1", "--warmup", "0"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
     assert "INVALID: throttled" in result.stdout
     assert "INVALID: throttled" in result.stderr
     fine = Bench()
-    monkeypatch.setattr("sparsedeploy.bench.tools_here", fine.tools)
+    monkeypatch.setattr("sparsedeploy.measure.bench.tools_here", fine.tools)
     result = CliRunner().invoke(app, [*words, "--json"])
     assert result.exit_code == 0, result.stderr
     assert Results.from_json(result.stdout, "stdout").valid

@@ -9,11 +9,11 @@ import pytest
 from test_compare import results
 from test_report import Outline, conv, resnet18, resnet18_page, square
 
-from sparsedeploy.bench_figures import SweepMark, format_ms, latency_svg, sweep_svg, waterfall_svg
-from sparsedeploy.bench_report import BEGIN, END, into_report, measured_points, page, section
 from sparsedeploy.devices import find
 from sparsedeploy.figures import NARROW, WIDE
-from sparsedeploy.results import Case, LayerTime, LeftOut, Results
+from sparsedeploy.measure.bench_figures import SweepMark, format_ms, latency_svg, sweep_svg, waterfall_svg
+from sparsedeploy.measure.bench_report import BEGIN, END, into_report, measured_points, page, section
+from sparsedeploy.measure.results import Case, LayerTime, LeftOut, Results
 from sparsedeploy.verify import OutputCheck
 
 LAYERS = resnet18()

@@ -19,13 +19,14 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from sparsedeploy import build as builder
-from sparsedeploy import demo, engine, target_folder
+from sparsedeploy import demo
 from sparsedeploy.build import BuildReport, parse_profile
 from sparsedeploy.bundle import check_hashes, hashes, read_manifest
 from sparsedeploy.cli import app
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.devices import find
-from sparsedeploy.engine_file import EngineRecord, load_check
+from sparsedeploy.engines import engine, target_folder
+from sparsedeploy.engines.engine_file import EngineRecord, load_check
 from sparsedeploy.errors import InputError, MachineError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -462,11 +463,11 @@ def test_the_engines_of_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_flags_that_messages_name_exist() -> None:
     known = {option for command in get_command(app).commands.values() for p in command.params for option in p.opts}  # type: ignore[attr-defined]
     ours = [
-        *sorted((ROOT / "deploy").glob("engine*.py")),
+        *sorted((ROOT / "deploy" / "engines").glob("*.py")),
         ROOT / "deploy" / "build.py",
         ROOT / "plugins" / "plugin_build.py",
     ]
-    ours += [ROOT / "deploy" / "target_folder.py", ROOT / "plugins" / "trt" / "USING.md"]
+    ours += [ROOT / "plugins" / "trt" / "USING.md"]
     for path in ours:
         text = path.read_text("utf-8")
         named = {f"--{flag}" for flag in re.findall(r"`sparsedeploy (?:build|convert)[^`]*?--([a-z][a-z0-9-]+)", text)}

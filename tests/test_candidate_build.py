@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from small_models import sparse_weight
 
-from sparsedeploy.candidate_build import Builders, Job, Option, Search, _different, build_one, search
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Epilogue, Geometry
+from sparsedeploy.measure.candidate_build import Builders, Job, Option, Search, _different, build_one, search
 from sparsedeploy.plugins import KERNELS
 from sparsedeploy.plugins.kernel import BuildOptions, Prediction
 from sparsedeploy.reading import count_zeros

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sparsedeploy.cli import app
-from sparsedeploy.compare import METRICS, Comparison, compare_results, parse_condition
 from sparsedeploy.errors import InputError
-from sparsedeploy.results import Case, Machine, Results, Settings, Speedup, Timing, read_results
-from sparsedeploy.statistics import describe, mean_interval, paired_ratio, variation
+from sparsedeploy.measure.compare import METRICS, Comparison, compare_results, parse_condition
+from sparsedeploy.measure.results import Case, Machine, Results, Settings, Speedup, Timing, read_results
+from sparsedeploy.measure.statistics import describe, mean_interval, paired_ratio, variation
 
 NAMES = ("a.json", "b.json")
 

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from sparsedeploy import doctor
 from sparsedeploy.cli import app
 from sparsedeploy.doctor import Check, Diagnosis, diagnose, lines_of, summary
-from sparsedeploy.engine import Backend
+from sparsedeploy.engines.engine import Backend
 from sparsedeploy.errors import MachineError
 from sparsedeploy.gpu import Gpu
-from sparsedeploy.gpu_state import GpuState, NoProbe
+from sparsedeploy.measure.gpu_state import GpuState, NoProbe
 
 H200 = Gpu("NVIDIA H200", 90, 132)
 

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from small_models import network, saved
 
-from sparsedeploy import bundle, engine, engine_build, engine_file
+from sparsedeploy import bundle
 from sparsedeploy.bundle import check_hashes, read_manifest
 from sparsedeploy.convert import Request as Conversion
 from sparsedeploy.convert import convert
 from sparsedeploy.devices import find
-from sparsedeploy.engine import Build, build_engine, choose_backend, load_engine
-from sparsedeploy.engine_build import Profile, Request, profile_of
-from sparsedeploy.engine_file import EngineRecord, check_header, describe, load_check, record_path
+from sparsedeploy.engines import engine, engine_build, engine_file
+from sparsedeploy.engines.engine import Build, build_engine, choose_backend, load_engine
+from sparsedeploy.engines.engine_build import Profile, Request, profile_of
+from sparsedeploy.engines.engine_file import EngineRecord, check_header, describe, load_check, record_path
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
 from sparsedeploy.gpu import Gpu
 

@@ -13,12 +13,12 @@ import pytest
 from small_models import network, saved
 from test_engine import ELF, install_fakes, refusal
 
-from sparsedeploy import engine
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.devices import find
-from sparsedeploy.engine import Backend, Build, build_engine, load_engine
-from sparsedeploy.engine_build import Profile, Tensor
-from sparsedeploy.engine_run import LoadedEngine, numpy_name
+from sparsedeploy.engines import engine
+from sparsedeploy.engines.engine import Backend, Build, build_engine, load_engine
+from sparsedeploy.engines.engine_build import Profile, Tensor
+from sparsedeploy.engines.engine_run import LoadedEngine, numpy_name
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.gpu import Gpu
 

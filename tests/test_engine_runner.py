@@ -16,14 +16,16 @@ from numpy.typing import NDArray
 from small_models import network, saved
 from test_engine import ELF, install_fakes
 
-from sparsedeploy import engine, engine_runner, runtime
+from sparsedeploy import runtime
 from sparsedeploy.convert import Request, convert
-from sparsedeploy.cuda_stream import DeviceBuffer, view
 from sparsedeploy.devices import find
-from sparsedeploy.engine import Build, build_engine
-from sparsedeploy.engine_runner import EngineRunner
+from sparsedeploy.engines import engine
+from sparsedeploy.engines.engine import Build, build_engine
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.gpu import Gpu
+from sparsedeploy.runners import engine_runner
+from sparsedeploy.runners.cuda_stream import DeviceBuffer, view
+from sparsedeploy.runners.engine_runner import EngineRunner
 from sparsedeploy.verify import run_file
 
 A100 = Gpu("A100", 80, 108)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sparsedeploy import gpu_state
-from sparsedeploy.gpu_state import GpuState, NoProbe, Nvml, probe
+from sparsedeploy.measure import gpu_state
+from sparsedeploy.measure.gpu_state import GpuState, NoProbe, Nvml, probe
 
 
 class FakeNvml:

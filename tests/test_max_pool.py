@@ -10,9 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from sparsedeploy.layer import Precision
-from sparsedeploy.max_pool import LARGEST_WINDOW, THREADS, MaxPool, Pool, max_pool, ptx
 from sparsedeploy.plugins.assemble import assemble
 from sparsedeploy.plugins.host import Call
+from sparsedeploy.runners.max_pool import LARGEST_WINDOW, THREADS, MaxPool, Pool, max_pool, ptx
 
 POOLS = [
     Pool((112, 112), (56, 56), (3, 3), (2, 2), (1, 1), (1, 1)),

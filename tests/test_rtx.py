@@ -14,14 +14,14 @@ import onnx
 import pytest
 from small_models import network, saved
 
-from sparsedeploy import engine
 from sparsedeploy.bundle import MANIFEST, SPARSE_MODEL, add_to_manifest, check_hashes, read_manifest
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.devices import DEVICES, Device, find
-from sparsedeploy.engine import RTX_SMS, Build, build_engine, compile_plugin, load_check
-from sparsedeploy.engine_file import Which
+from sparsedeploy.engines import engine
+from sparsedeploy.engines.engine import RTX_SMS, Build, build_engine, compile_plugin, load_check
+from sparsedeploy.engines.engine_file import Which
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
 from sparsedeploy.layer import Precision
 from sparsedeploy.models.sparsity import pruned

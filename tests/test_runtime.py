@@ -11,11 +11,12 @@ import onnxruntime
 import pytest
 from small_models import network, saved
 
-from sparsedeploy import onnxruntime_runner, runtime
+from sparsedeploy import runtime
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.gpu import Gpu
+from sparsedeploy.runners import onnxruntime_runner
 from sparsedeploy.verify import run_file
 
 HAS_CUDA = "CUDAExecutionProvider" in onnxruntime.get_available_providers()

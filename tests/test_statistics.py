@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparsedeploy.statistics import (
+from sparsedeploy.measure.statistics import (
     MINIMUM_SAMPLES,
     describe,
     halves_differ,

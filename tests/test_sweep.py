@@ -11,18 +11,18 @@ from small_models import network, saved
 from typer.testing import CliRunner
 
 from sparsedeploy import bundle
-from sparsedeploy.bench import Request
-from sparsedeploy.bench_command import Asked, run
-from sparsedeploy.bench_report import BEGIN, END, page, sweep_lines, sweep_rows
 from sparsedeploy.cli import app
 from sparsedeploy.convert import Request as Conversion
 from sparsedeploy.convert import convert
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.gpu import Gpu
-from sparsedeploy.results import Results, SweepLayer, SweepPoint, read_results
-from sparsedeploy.sweep import Sweep, advice, parse_sweep, sweep
-from sparsedeploy.timing import Schedule
+from sparsedeploy.measure.bench import Request
+from sparsedeploy.measure.bench_command import Asked, run
+from sparsedeploy.measure.bench_report import BEGIN, END, page, sweep_lines, sweep_rows
+from sparsedeploy.measure.results import Results, SweepLayer, SweepPoint, read_results
+from sparsedeploy.measure.sweep import Sweep, advice, parse_sweep, sweep
+from sparsedeploy.measure.timing import Schedule
 
 QUICK = Schedule(0.05, 0.0, 20)
 

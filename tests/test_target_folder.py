@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from small_models import network, saved
 
-from sparsedeploy import target_folder
 from sparsedeploy.bundle import check_hashes, read_manifest
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.devices import find
+from sparsedeploy.engines import target_folder
+from sparsedeploy.engines.target_folder import majors_of, make_target_folder, make_triton_repository
 from sparsedeploy.errors import InputError, MachineError
-from sparsedeploy.target_folder import majors_of, make_target_folder, make_triton_repository
 
 Asked = list[tuple[str, Path, str, str]]
 

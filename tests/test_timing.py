@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparsedeploy.measure.timing import FEWEST_A_TURN, FEWEST_WARM, SETTLE, Schedule, measure
 from sparsedeploy.runtime import Feeds
-from sparsedeploy.timing import FEWEST_A_TURN, FEWEST_WARM, SETTLE, Schedule, measure
 
 
 class Machine:

@@ -24,9 +24,9 @@ from sparsedeploy.verify import run_file
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from sparsedeploy.torch_forms import settings  # noqa: E402
-from sparsedeploy.torch_operators import Call, build  # noqa: E402
-from sparsedeploy.torch_runner import TorchRunner, load_torch  # noqa: E402
+from sparsedeploy.runners.torch_forms import settings  # noqa: E402
+from sparsedeploy.runners.torch_operators import Call, build  # noqa: E402
+from sparsedeploy.runners.torch_runner import TorchRunner, load_torch  # noqa: E402
 
 Array = NDArray[Any]
 RNG = np.random.default_rng(3)

@@ -22,8 +22,8 @@ from sparsedeploy.reading import Reading, read
 from sparsedeploy.verify import FP32_TOLERANCE, random_feeds
 
 torch = pytest.importorskip("torch")
-from sparsedeploy import torch_stage, tune  # noqa: E402
-from sparsedeploy.torch_runner import load_torch  # noqa: E402
+from sparsedeploy.measure import torch_stage, tune  # noqa: E402
+from sparsedeploy.runners.torch_runner import load_torch  # noqa: E402
 
 H200 = find("h200")
 

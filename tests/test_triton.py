@@ -11,11 +11,11 @@ import pytest
 from onnx import TensorProto
 from small_models import network, saved
 
-from sparsedeploy.engine_build import Profile
-from sparsedeploy.engine_file import EngineRecord, record_path
+from sparsedeploy.engines.engine_build import Profile
+from sparsedeploy.engines.engine_file import EngineRecord, record_path
+from sparsedeploy.engines.triton import config_text, write_repository
 from sparsedeploy.errors import InputError
 from sparsedeploy.reading import file_hash
-from sparsedeploy.triton import config_text, write_repository
 
 PROFILES = {"x": Profile(minimum=(1, 16, 8, 8), optimum=(4, 16, 8, 8), maximum=(16, 16, 8, 8))}
 

@@ -14,9 +14,8 @@ from small_models import network, saved
 from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, read_manifest
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.devices import find
-from sparsedeploy.engine_build import Profile
-from sparsedeploy.errors import InputError
-from sparsedeploy.trtexec import (
+from sparsedeploy.engines.engine_build import Profile
+from sparsedeploy.engines.trtexec import (
     Recipe,
     graph_shapes,
     recipe_for,
@@ -24,6 +23,7 @@ from sparsedeploy.trtexec import (
     trtexec_script,
     write_target_folder,
 )
+from sparsedeploy.errors import InputError
 
 PROFILES = {"x": Profile(minimum=(1, 3, 8, 8), optimum=(4, 3, 8, 8), maximum=(16, 3, 8, 8))}
 PLUGINS = {8: "lib8.so", 10: "lib10.so", 11: "lib11.so"}

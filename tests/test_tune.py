@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparsedeploy.candidate_build import Job, Made, Option, Search
 from sparsedeploy.devices import find
 from sparsedeploy.errors import MachineError
 from sparsedeploy.layer import ConvLayer, Epilogue, Geometry
+from sparsedeploy.measure.candidate_build import Job, Made, Option, Search
+from sparsedeploy.measure.selection import crossing, drop_useless, grouped, pays, race
+from sparsedeploy.measure.stage import Timed
+from sparsedeploy.measure.timing import Schedule
+from sparsedeploy.measure.tune import QUICK, Settings, Subject, Tuned, tune_on
+from sparsedeploy.measure.tuning import Tuning
 from sparsedeploy.plan import DENSE
 from sparsedeploy.plugins.kernel import Built, Prediction
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.profile import DeviceProfile
 from sparsedeploy.reading import count_zeros
-from sparsedeploy.selection import crossing, drop_useless, grouped, pays, race
-from sparsedeploy.stage import Timed
-from sparsedeploy.timing import Schedule
-from sparsedeploy.tune import QUICK, Settings, Subject, Tuned, tune_on
-from sparsedeploy.tuning import Tuning
 
 H200 = find("h200")
 RACE = Schedule(duration_s=0.002, warmup_s=0.0, rounds=6)
@@ -310,7 +310,7 @@ def test_a_member_whose_weights_do_not_fit_takes_the_runner_up() -> None:
 
 
 def test_layers_that_cannot_or_need_not_run_sparse_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsedeploy.tune.SMALL_LAYER", 1000)
+    monkeypatch.setattr("sparsedeploy.measure.tune.SMALL_LAYER", 1000)
     full = layer("full", sparsity=0.05)
     stage = FakeStage(["a", "full"], TIMES)
     result = tuned(stage, [layer("a"), full, layer("unseen")])

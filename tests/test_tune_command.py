@@ -13,21 +13,22 @@ from onnx import helper
 from small_models import model_of, sparse_weight
 from typer.testing import CliRunner
 
-from sparsedeploy import bundle, tune, tune_command
-from sparsedeploy.candidate_build import Job, Made, Option, Search, build_one, search
+from sparsedeploy import bundle
 from sparsedeploy.cli import app
 from sparsedeploy.convert import Request, convert
 from sparsedeploy.devices import Device, find
 from sparsedeploy.errors import MachineError
 from sparsedeploy.gpu import Gpu
+from sparsedeploy.measure import tune, tune_command
+from sparsedeploy.measure.candidate_build import Job, Made, Option, Search, build_one, search
+from sparsedeploy.measure.stage import Timed
+from sparsedeploy.measure.timing import Schedule
+from sparsedeploy.measure.tune import Settings, Subject, Tuned, tune_on
+from sparsedeploy.measure.tuning import Tuning
 from sparsedeploy.plan import DENSE, Plan
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.profile import load_profile
 from sparsedeploy.reading import Reading
-from sparsedeploy.stage import Timed
-from sparsedeploy.timing import Schedule
-from sparsedeploy.tune import Settings, Subject, Tuned, tune_on
-from sparsedeploy.tuning import Tuning
 
 A100 = find("a100")
 RACE = Schedule(duration_s=0.002, warmup_s=0.0, rounds=4)
@@ -266,7 +267,7 @@ def test_without_torch_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     real = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "sparsedeploy.torch_stage":
+        if name == "sparsedeploy.measure.torch_stage":
             raise ModuleNotFoundError("No module named 'torch'", name="torch")
         return real(name, *args, **kwargs)
 

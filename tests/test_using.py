@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from sparsedeploy.engine_build import Profile
+from sparsedeploy.engines.engine_build import Profile
+from sparsedeploy.engines.trtexec import Recipe, trtexec_arguments
 from sparsedeploy.errors import MachineError
 from sparsedeploy.plugins.plugin_build import fetched_headers, plugin_file
-from sparsedeploy.trtexec import Recipe, trtexec_arguments
 
 TEXT = (Path(__file__).parents[1] / "plugins" / "trt" / "USING.md").read_text("utf-8")
 RECIPE = Recipe(

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from sparsedeploy.errors import InputError
-from sparsedeploy.results import Machine
-from sparsedeploy.statistics import Ratio, describe
+from sparsedeploy.measure.results import Machine
+from sparsedeploy.measure.statistics import Ratio, describe
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_resnet.py"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparsedeploy import __version__
-from sparsedeploy.engine_build import TITLES, Backend, PluginLayer, Profile, Tensor, describe_profiles
+from sparsedeploy.engines.engine_build import TITLES, Backend, PluginLayer, Profile, Tensor, describe_profiles
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.layer import Precision
 from sparsedeploy.plugins.node import ABI_VERSION

@@ -7,11 +7,11 @@ from typing import Literal
 
 from sparsedeploy import __version__
 from sparsedeploy.errors import InputError
-from sparsedeploy.gpu_state import GpuState
 from sparsedeploy.layer import Precision
+from sparsedeploy.measure.gpu_state import GpuState
+from sparsedeploy.measure.statistics import Distribution, Ratio
 from sparsedeploy.record import Document, Record
 from sparsedeploy.runtime import Arithmetic, RunnerName
-from sparsedeploy.statistics import Distribution, Ratio
 from sparsedeploy.verify import OutputCheck
 
 RESULTS = "results.json"

@@ -14,11 +14,11 @@ from sparsedeploy.converters.fuse import ConvUnit
 from sparsedeploy.converters.graph import node_label
 from sparsedeploy.errors import InputError
 from sparsedeploy.plugins.node import DOMAIN, OP_TYPE
-from sparsedeploy.torch_forms import PRECISIONS, Layout, forms_of, given, to_nhwc
-from sparsedeploy.torch_operators import IN_PLACE, VIEWS, Call, build, conv_form
+from sparsedeploy.runners.torch_forms import PRECISIONS, Layout, forms_of, given, to_nhwc
+from sparsedeploy.runners.torch_operators import IN_PLACE, VIEWS, Call, build, conv_form
 
 if TYPE_CHECKING:
-    from sparsedeploy.torch_runner import TorchRunner
+    from sparsedeploy.runners.torch_runner import TorchRunner
 
 _RANDOM = ("RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli")
 

@@ -27,10 +27,8 @@ from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
 from sparsedeploy.gpu import Gpu, closest, first_gpu
-from sparsedeploy.gpu_state import SEVERE, GpuState, Nvml, Probe, probe
-from sparsedeploy.plan import DENSE, Plan
-from sparsedeploy.plugins.node import SparseConv
-from sparsedeploy.results import (
+from sparsedeploy.measure.gpu_state import SEVERE, GpuState, Nvml, Probe, probe
+from sparsedeploy.measure.results import (
     Case,
     LayerTime,
     LeftOut,
@@ -43,9 +41,11 @@ from sparsedeploy.results import (
     Timing,
     Which,
 )
+from sparsedeploy.measure.statistics import describe, halves_differ, mean_interval, paired_ratio, variation
+from sparsedeploy.measure.timing import Clock, Samples, Schedule, measure
+from sparsedeploy.plan import DENSE, Plan
+from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.runtime import Arithmetic, Runner, RunnerName, Session
-from sparsedeploy.statistics import describe, halves_differ, mean_interval, paired_ratio, variation
-from sparsedeploy.timing import Clock, Samples, Schedule, measure
 from sparsedeploy.verify import (
     FP16_TOLERANCE,
     FP32_TOLERANCE,
@@ -671,8 +671,8 @@ def _planned_layers(subject: _Subject, batch: int) -> tuple[LayerTime, ...]:
 
 def commit() -> str | None:
     """The commit of the checkout that sparsedeploy runs from, with `+` when its files were changed; None when installed."""
-    folder = Path(__file__).resolve().parent
-    if not (folder.parent / ".git").exists():
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / ".git").exists():
         return None
     try:
         done = [

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, Manifest, add_to_manifest, read_manifest
 from sparsedeploy.devices import find
-from sparsedeploy.engine import Profile, check_model
-from sparsedeploy.engine_file import engine_name
+from sparsedeploy.engines.engine import Profile, check_model
+from sparsedeploy.engines.engine_file import engine_name
+from sparsedeploy.engines.triton import write_repository
+from sparsedeploy.engines.trtexec import Recipe, recipe_for, write_target_folder
 from sparsedeploy.errors import MachineError, SparseDeployError
 from sparsedeploy.plugins.plugin_build import (
     Arch,
@@ -21,8 +23,6 @@ from sparsedeploy.plugins.plugin_build import (
     plugin_file,
     system_headers,
 )
-from sparsedeploy.triton import write_repository
-from sparsedeploy.trtexec import Recipe, recipe_for, write_target_folder
 
 _TEGRA = (53, 62, 72, 87)
 """Compute capabilities of devices with an ARM processor: their libraries are cross-built."""

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sparsedeploy.layer import ConvLayer, Geometry
+from sparsedeploy.measure.stage import Stage, Timed
+from sparsedeploy.measure.statistics import Ratio, paired_ratio
+from sparsedeploy.measure.timing import Schedule, measure
+from sparsedeploy.measure.tuning import Step
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.runtime import Feeds, Session
-from sparsedeploy.stage import Stage, Timed
-from sparsedeploy.statistics import Ratio, paired_ratio
-from sparsedeploy.timing import Schedule, measure
-from sparsedeploy.tuning import Step
 
 SIMILAR_NNZ = 1.15
 """Layers of one shape share candidates up to this ratio of nonzeros."""

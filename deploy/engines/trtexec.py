@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx
 
 from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, Manifest
-from sparsedeploy.engine_build import Profile
+from sparsedeploy.engines.engine_build import Profile
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import Precision
 

@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from sparsedeploy import bundle
-from sparsedeploy.bench import Request, Tools, bench, commit, machine, tools_here
 from sparsedeploy.convert import Conversion, convert
 from sparsedeploy.convert import Request as Conversions
 from sparsedeploy.converters.fold_constants import fold_constants
@@ -20,9 +19,10 @@ from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.gpu import closest
 from sparsedeploy.layer import ConvLayer, Precision
+from sparsedeploy.measure.bench import Request, Tools, bench, commit, machine, tools_here
+from sparsedeploy.measure.results import Results, Settings, SweepLayer, SweepPoint
 from sparsedeploy.plan import DENSE, totals
 from sparsedeploy.reading import file_hash
-from sparsedeploy.results import Results, Settings, SweepLayer, SweepPoint
 
 POINTS = 6
 METHOD = "magnitude-global"

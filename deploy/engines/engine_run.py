@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsedeploy.engine_build import DTYPES, TITLES, Profile, Tensor, spell
-from sparsedeploy.engine_file import EngineRecord
+from sparsedeploy.engines.engine_build import DTYPES, TITLES, Profile, Tensor, spell
+from sparsedeploy.engines.engine_file import EngineRecord
 from sparsedeploy.errors import InputError, MachineError
 
 PROFILE = 0

@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from sparsedeploy.bench_figures import SweepMark, format_ms, latency_svg, sweep_svg, waterfall_svg
 from sparsedeploy.devices import Device
 from sparsedeploy.figures import NARROW, WIDE, Point, format_rate, roofline_svg
 from sparsedeploy.layer import ConvLayer, Precision
-from sparsedeploy.results import Case, LayerTime, Results, Speedup, SweepPoint, Timing
+from sparsedeploy.measure.bench_figures import SweepMark, format_ms, latency_svg, sweep_svg, waterfall_svg
+from sparsedeploy.measure.results import Case, LayerTime, Results, Speedup, SweepPoint, Timing
+from sparsedeploy.measure.statistics import MINIMUM_SAMPLES, Distribution, Ratio
 from sparsedeploy.roofline import dense_work, format_us, sparse_work
-from sparsedeploy.statistics import MINIMUM_SAMPLES, Distribution, Ratio
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 HEADINGS = (

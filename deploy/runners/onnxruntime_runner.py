@@ -18,8 +18,8 @@ from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.precision import to_fp16
 from sparsedeploy.converters.rewrite import read_nodes
-from sparsedeploy.cuda_stream import view
 from sparsedeploy.errors import InputError, MachineError
+from sparsedeploy.runners.cuda_stream import view
 from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName, unpacked
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"

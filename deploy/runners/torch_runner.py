@@ -34,11 +34,10 @@ from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.converters.shapes import infer_shapes
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.layer import Precision
-from sparsedeploy.max_pool import MaxPool, Pool, max_pool
 from sparsedeploy.plugins import host
 from sparsedeploy.plugins.node import DOMAIN, OP_TYPE, SparseConv
-from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName, unpacked
-from sparsedeploy.torch_forms import (
+from sparsedeploy.runners.max_pool import MaxPool, Pool, max_pool
+from sparsedeploy.runners.torch_forms import (
     PRECISIONS,
     Layout,
     Operands,
@@ -48,8 +47,9 @@ from sparsedeploy.torch_forms import (
     settings,
     to_nhwc,
 )
-from sparsedeploy.torch_operators import OPERATORS, Call, ConvForm, window
-from sparsedeploy.torch_program import Builder, Program, with_events
+from sparsedeploy.runners.torch_operators import OPERATORS, Call, ConvForm, window
+from sparsedeploy.runners.torch_program import Builder, Program, with_events
+from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName, unpacked
 
 ShapeKey = tuple[tuple[str, tuple[int, ...]], ...]
 

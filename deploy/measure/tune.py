@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from sparsedeploy import __version__
-from sparsedeploy.candidate_build import Builder, Builders, Job, Made, Option, Search
 from sparsedeploy.converters.fuse import find_units
 from sparsedeploy.converters.graph import Model
 from sparsedeploy.converters.precision import to_fp16
@@ -30,6 +29,12 @@ from sparsedeploy.devices import Device
 from sparsedeploy.errors import MachineError
 from sparsedeploy.gpu import closest, first_gpu
 from sparsedeploy.layer import ConvLayer, Geometry, Precision
+from sparsedeploy.measure.candidate_build import Builder, Builders, Job, Made, Option, Search
+from sparsedeploy.measure.selection import crossing, drop_useless, grouped, held, nnz_of, pays, race
+from sparsedeploy.measure.stage import Stage, Timed
+from sparsedeploy.measure.statistics import Ratio
+from sparsedeploy.measure.timing import Schedule, measure
+from sparsedeploy.measure.tuning import CONDITIONS, Attempt, Step, TunedLayer, Tuning
 from sparsedeploy.plan import DENSE, LayerPlan, Measured, Plan, Predicted
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Floats
 from sparsedeploy.plugins.node import SparseConv
@@ -38,11 +43,6 @@ from sparsedeploy.reading import Reading, count_zeros, read
 from sparsedeploy.roofline import crossover as roofline_crossover
 from sparsedeploy.roofline import dense_us, format_us
 from sparsedeploy.runtime import Arithmetic
-from sparsedeploy.selection import crossing, drop_useless, grouped, held, nnz_of, pays, race
-from sparsedeploy.stage import Stage, Timed
-from sparsedeploy.statistics import Ratio
-from sparsedeploy.timing import Schedule, measure
-from sparsedeploy.tuning import CONDITIONS, Attempt, Step, TunedLayer, Tuning
 from sparsedeploy.verify import random_feeds, tolerance_for
 
 ROUNDED = 20.0
@@ -611,7 +611,7 @@ def stage_of(reading: Reading, precision: Precision, arithmetic: Arithmetic) -> 
     """The reading's graph on the GPU, at its input shapes."""
     gpu_device()
     try:
-        from sparsedeploy.torch_stage import open_stage
+        from sparsedeploy.measure.torch_stage import open_stage
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "torch":
             raise

@@ -19,14 +19,14 @@ from sparsedeploy.converters.shapes import infer_shapes
 from sparsedeploy.errors import MachineError
 from sparsedeploy.gpu import Gpu, first_gpu
 from sparsedeploy.layer import Epilogue, Geometry, Precision
+from sparsedeploy.measure.stage import Timed
 from sparsedeploy.plugins import host
 from sparsedeploy.plugins.kernel import Floats
 from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.runners.torch_forms import captured, settings
+from sparsedeploy.runners.torch_program import Builder, Program, with_events, with_frees
+from sparsedeploy.runners.torch_runner import TorchRunner, TorchSession, load_torch
 from sparsedeploy.runtime import Arithmetic, Feeds, Session
-from sparsedeploy.stage import Timed
-from sparsedeploy.torch_forms import captured, settings
-from sparsedeploy.torch_program import Builder, Program, with_events, with_frees
-from sparsedeploy.torch_runner import TorchRunner, TorchSession, load_torch
 
 _WARM_REPLAYS = 10
 _IMAGES = 8

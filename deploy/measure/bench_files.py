@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sparsedeploy import bundle
-from sparsedeploy.bench_report import into_report, page, section
 from sparsedeploy.devices import DEVICES, Device, find
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.layer import ConvLayer
+from sparsedeploy.measure.bench_report import into_report, page, section
+from sparsedeploy.measure.results import RESULTS, Machine, Results, read_results
 from sparsedeploy.reading import read
-from sparsedeploy.results import RESULTS, Machine, Results, read_results
 
 
 def save_in_bundle(out: Path, results: Results) -> tuple[str, ...]:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparsedeploy.bench import Request, Tools, bench, parse_request
-from sparsedeploy.bench_files import bundle_layers, keep_other_part, save_in_bundle, save_to_file
-from sparsedeploy.bench_report import CONSOLE, facts, headline, remarks, sweep_lines, table, verdict
 from sparsedeploy.bundle import MANIFEST, read_manifest
-from sparsedeploy.compare import Comparison, Condition, Row, compare_results, parse_condition
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Precision
-from sparsedeploy.results import RESULTS, Results, read_results
-from sparsedeploy.sweep import Sweep, advice, parse_sweep, sweep
-from sparsedeploy.timing import Schedule
+from sparsedeploy.measure.bench import Request, Tools, bench, parse_request
+from sparsedeploy.measure.bench_files import bundle_layers, keep_other_part, save_in_bundle, save_to_file
+from sparsedeploy.measure.bench_report import CONSOLE, facts, headline, remarks, sweep_lines, table, verdict
+from sparsedeploy.measure.compare import Comparison, Condition, Row, compare_results, parse_condition
+from sparsedeploy.measure.results import RESULTS, Results, read_results
+from sparsedeploy.measure.sweep import Sweep, advice, parse_sweep, sweep
+from sparsedeploy.measure.timing import Schedule
 
 Part = str | tuple[tuple[str, ...], ...]
 """A line, or a table whose first row is its head."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sparsedeploy.converters.fuse import NO_HIGH, NO_LOW, ConvUnit
 from sparsedeploy.layer import Precision
-from sparsedeploy.max_pool import MaxPool
+from sparsedeploy.runners.max_pool import MaxPool
+from sparsedeploy.runners.torch_operators import ConvForm
 from sparsedeploy.runtime import Arithmetic
-from sparsedeploy.torch_operators import ConvForm
 
 Layout = Literal["nchw", "nhwc"]
 """How activations lie in memory: NCHW, or channels last."""

@@ -14,14 +14,14 @@ from sparsedeploy.convert import Conversion, Request, convert, verdict
 from sparsedeploy.devices import Device, find
 from sparsedeploy.errors import InputError, MachineError
 from sparsedeploy.gpu import first_gpu
+from sparsedeploy.measure.tune import Settings, Tuned, gpu_device, tune_reading
+from sparsedeploy.measure.tuning import TunedLayer, Tuning
 from sparsedeploy.plan import DENSE, Plan
 from sparsedeploy.plugins import kernel_named
 from sparsedeploy.profile import DeviceProfile, load_profile, merged
 from sparsedeploy.reading import file_hash, read
 from sparsedeploy.roofline import format_us
 from sparsedeploy.runtime import Arithmetic
-from sparsedeploy.tune import Settings, Tuned, gpu_device, tune_reading
-from sparsedeploy.tuning import TunedLayer, Tuning
 
 TUNING = "tune.json"
 Part = str | tuple[tuple[str, ...], ...]

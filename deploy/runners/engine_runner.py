@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparsedeploy.cuda_stream import Cuda, DeviceBuffer, Event, cuda, view
-from sparsedeploy.engine import LoadedEngine, load_engine
-from sparsedeploy.engine_run import numpy_name
+from sparsedeploy.engines.engine import LoadedEngine, load_engine
+from sparsedeploy.engines.engine_run import numpy_name
 from sparsedeploy.errors import InputError
+from sparsedeploy.runners.cuda_stream import Cuda, DeviceBuffer, Event, cuda, view
 from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName
 
 Shapes = Mapping[str, tuple[int, ...]]

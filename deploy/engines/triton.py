@@ -11,10 +11,10 @@ from pathlib import Path
 import onnx
 from onnx import TensorProto
 
-from sparsedeploy.engine_build import Profile
-from sparsedeploy.engine_file import load_check
+from sparsedeploy.engines.engine_build import Profile
+from sparsedeploy.engines.engine_file import load_check
+from sparsedeploy.engines.trtexec import graph_shapes
 from sparsedeploy.errors import InputError
-from sparsedeploy.trtexec import graph_shapes
 
 PLAN = "model.plan"
 START = "start.sh"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsedeploy.errors import InputError
+from sparsedeploy.measure.results import Case, Results, Timing, Which
+from sparsedeploy.measure.statistics import MINIMUM_SAMPLES
 from sparsedeploy.record import Document, Record
-from sparsedeploy.results import Case, Results, Timing, Which
-from sparsedeploy.statistics import MINIMUM_SAMPLES
 
 TIMES = ("min_ms", "median_ms", "mean_ms", "p90_ms", "p95_ms", "p99_ms")
 METRICS = (*TIMES, "throughput", "speedup")

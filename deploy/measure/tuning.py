@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from sparsedeploy import __version__
 from sparsedeploy.layer import Geometry, Precision
+from sparsedeploy.measure.results import LayerTime
+from sparsedeploy.measure.statistics import Ratio
 from sparsedeploy.plan import DENSE
 from sparsedeploy.profile import Fit
 from sparsedeploy.record import Document, Record
-from sparsedeploy.results import LayerTime
 from sparsedeploy.runtime import Arithmetic
-from sparsedeploy.statistics import Ratio
 
 CONDITIONS = (
     "median of replays of one CUDA graph of the whole network with an event before and after every layer, less what the events "

@@ -1,6 +1,6 @@
 """Many kernels built at once, each in a process of its own that is ended when its compile budget is spent.
 
-Workers are plain `python -m sparsedeploy.candidate_build` processes that read jobs from stdin and answer on stdout: they
+Workers are plain `python -m sparsedeploy.measure.candidate_build` processes that read jobs from stdin and answer on stdout: they
 import no torch, touch no GPU and share nothing with a caller that does. Killing one with its process group ends the
 assembler under it, which a thread or a pool of the standard library cannot do.
 """
@@ -214,7 +214,7 @@ class _Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         environment |= {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "sparsedeploy.candidate_build"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "sparsedeploy.measure.candidate_build"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env=environment, start_new_session=True,
         )  # fmt: skip
 
@@ -262,7 +262,7 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     # As the module that callers know: pickled under `__main__` their classes and ours would differ.
-    from sparsedeploy import candidate_build
+    from sparsedeploy.measure import candidate_build
 
     for job in candidate_build._jobs(sys.stdin.buffer):
         pickle.dump(candidate_build.answer(job), answers)

@@ -20,7 +20,7 @@ from sparsedeploy.figures import (
     canvas,
     short_names,
 )
-from sparsedeploy.results import Case, LayerTime
+from sparsedeploy.measure.results import Case, LayerTime
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,6 @@
 """Engines: built from a bundle by TensorRT or TensorRT-RTX in a process of their own, recorded, checked before loading.
 
-The only importer of TensorRT. `python -m sparsedeploy.engine REQUEST OUTCOME` is the build process.
+The only importer of TensorRT. `python -m sparsedeploy.engines.engine REQUEST OUTCOME` is the build process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from sparsedeploy.bundle import DENSE_MODEL, SPARSE_MODEL, Manifest, add_to_manifest, read_manifest
 from sparsedeploy.converters.load import load
 from sparsedeploy.converters.rewrite import read_nodes
-from sparsedeploy.engine_build import (
+from sparsedeploy.engines.engine_build import (
     STAGE,
     TITLES,
     Answer,
@@ -39,7 +39,7 @@ from sparsedeploy.engine_build import (
     install_hint,
     make_logger,
 )
-from sparsedeploy.engine_file import (
+from sparsedeploy.engines.engine_file import (
     EngineRecord,
     PluginFile,
     Which,
@@ -50,7 +50,7 @@ from sparsedeploy.engine_file import (
     load_check,
     record_path,
 )
-from sparsedeploy.engine_run import ExecutionContext, LoadedEngine
+from sparsedeploy.engines.engine_run import ExecutionContext, LoadedEngine
 from sparsedeploy.errors import CheckFailed, InputError, MachineError, SparseDeployError
 from sparsedeploy.gpu import first_gpu
 from sparsedeploy.plugins.assemble import cache_dir
@@ -518,7 +518,7 @@ def _run(request: Request, work: Path, timeout_s: float | None) -> Answer:
         _place_soname(work)
         found = environment.get("LD_LIBRARY_PATH")
         environment["LD_LIBRARY_PATH"] = str(work) + (os.pathsep + found if found else "")
-    command = [sys.executable, "-m", "sparsedeploy.engine", "request", "outcome"]
+    command = [sys.executable, "-m", "sparsedeploy.engines.engine", "request", "outcome"]
     with (work / "output").open("wb") as output:
         try:
             done = subprocess.run(

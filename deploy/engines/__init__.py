@@ -1,0 +1,1 @@
+"""TensorRT: building, describing and loading engines, and what builds them elsewhere (trtexec, Triton)."""

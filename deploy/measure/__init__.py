@@ -1,0 +1,1 @@
+"""Timing on a device: `bench` judges whole models, `tune` chooses layers; both share sessions, turns and statistics."""

@@ -1,0 +1,1 @@
+"""What runs a model: PyTorch, ONNX Runtime, TensorRT engines. The protocol is sparsedeploy.runtime."""
