@@ -157,6 +157,8 @@ class _Tuner:
         self.groups: list[list[ConvLayer]] = []
         self.tried: dict[str, list[_Tried]] = {}
         """By the first layer of each group."""
+        self.made: dict[tuple[str, str, tuple[tuple[str, int], ...]], Made] = {}
+        """By layer, kernel and configuration."""
         self.winners: dict[str, _Tried] = {}
         """By layer: the fastest that is right and pays, built for that layer."""
         self.reasons: dict[str, str] = {}
@@ -214,7 +216,14 @@ class _Tuner:
         with self._clock("search_s", f"choosing configurations for {len(heads)} layers"):
             found = self.builder.search(searches)
         pairs = [(layer, option) for layer, options in zip(heads, found, strict=True) for option in options]
-        for (layer, option), made in zip(pairs, self._build(pairs), strict=True):
+        # Members with what is predicted to win, beside the candidates: a second round of compilers would wait for the slowest again.
+        ahead = [
+            (layer, min(options, key=lambda option: option.prediction.us))
+            for group, options in zip(self.groups, found, strict=True)
+            for layer in group[1:]
+            if options
+        ]
+        for (layer, option), made in zip(pairs, self._build([*pairs, *ahead]), strict=False):
             self.tried.setdefault(layer.name, []).append(_Tried(option, made))
         with self._clock("measure_s", "timing candidates"):
             for name, tried in self.tried.items():
@@ -226,12 +235,17 @@ class _Tuner:
         self.dense = {name: first.with_repeat(again[name]) for name, first in self.dense.items()}
 
     def _build(self, pairs: Sequence[tuple[ConvLayer, Option]]) -> list[Made]:
+        """Every pair, in order; what was built before is not built again."""
+        keys = [(layer.name, option.kernel, tuple(sorted(option.config.items()))) for layer, option in pairs]
+        missing = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in self.made}
         jobs = [
             Job(layer, *self.subject.weight(layer.name), option.kernel, option.config, self.subject.device, self.options)
-            for layer, option in pairs
+            for layer, option in missing.values()
         ]  # fmt: skip
-        with self._clock("build_s", f"building {len(jobs)} kernels"):
-            return self.builder.build(jobs)
+        if jobs:
+            with self._clock("build_s", f"building {len(jobs)} kernels"):
+                self.made.update(zip(missing, self.builder.build(jobs), strict=True))
+        return [self.made[key] for key in keys]
 
     def _check(self, name: str, candidate: _Tried, weight: Floats | None = None) -> None:
         """Hold the candidate against float64 before anything times it."""
