@@ -130,6 +130,22 @@ def test_the_error_of_a_right_node_is_rounding_and_of_a_wrong_one_is_not(
     assert stage.error("one", wrong, *reading.weight("one")) == float("inf")
 
 
+@pytest.mark.parametrize("image", [0, 1])
+def test_an_image_that_was_not_written_is_an_error_wherever_it_is(
+    on_cpu: tuple[Reading, torch_stage.TorchStage], monkeypatch: pytest.MonkeyPatch, image: int
+) -> None:
+    reading, stage = on_cpu
+    right = Unpacked.run
+
+    def forgets(self: Unpacked, x: Any, residual: Any, out: Any, stream: Any) -> None:
+        right(self, x, residual, out, stream)
+        out[image] = float("nan")
+
+    monkeypatch.setattr(torch_stage, "_IMAGES", 1)
+    monkeypatch.setattr(Unpacked, "run", forgets)
+    assert stage.error("one", node(reading, "one"), *reading.weight("one")) == float("inf")
+
+
 @pytest.mark.gpu
 def test_tune_on_this_gpu(tmp_path: Path) -> None:
     gpu = first_gpu()

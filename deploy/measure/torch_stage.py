@@ -114,8 +114,7 @@ class TorchStage:
                 y = _conv64(x[part], w, b, g)
                 y = _finish64(y, None if residual is None else residual[part].double(), e)
                 difference = (out[part].double() - y).abs().max().item()
-            # A comparison with NaN is false: written so that NaN fails.
-            worst = worst if difference <= worst else difference
+            worst = math.inf if math.isnan(difference) else max(worst, difference)
             largest = max(largest, y.abs().max().item())
         share = worst / largest if largest else worst
         return share if math.isfinite(share) else math.inf
