@@ -87,6 +87,8 @@ CASES: list[tuple[str, dict[str, Any], list[Array | None], int, tuple[int, ...]]
     ("MaxPool", {"kernel_shape": [3, 3], "auto_pad": "SAME_UPPER", "strides": [2, 2]}, [], 17, X),
     ("MaxPool", {"kernel_shape": [2, 2], "dilations": [2, 2]}, [], 17, X),
     ("AveragePool", {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}, [], 17, X),
+    *[(op, {"kernel_shape": [2, 3], "strides": [3, 2], "pads": [0, 0, 1, 1], "ceil_mode": 1, **more}, [], 17, X)
+      for op, more in [("MaxPool", {}), ("AveragePool", {}), ("AveragePool", {"count_include_pad": 1})]],
     ("AveragePool", {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "count_include_pad": 1}, [], 17, X),
     ("AveragePool", {"kernel_shape": [3, 3], "pads": [0, 0, 1, 1], "strides": [2, 2]}, [], 17, X),
     ("AveragePool", {"kernel_shape": [3, 3], "pads": [0, 1, 1, 0], "count_include_pad": 1}, [], 17, X),
@@ -149,6 +151,7 @@ CASES: list[tuple[str, dict[str, Any], list[Array | None], int, tuple[int, ...]]
     ("Upsample", {"mode": "linear"}, [f32(1, 1, 2, 2)], 9, X),
     ("Resize", {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}, [None, f32(1, 1, 2, 3)], 13, X),
     ("Resize", {"mode": "nearest"}, [None, f32(1, 1, 1.5, 0.6)], 13, X),
+    ("Resize", {"mode": "nearest"}, [f32(1, 1, 1.5, 0.6)], 10, X),
     ("Resize", {"mode": "nearest", "nearest_mode": "ceil", "coordinate_transformation_mode": "align_corners"}, [None, f32(1, 1, 2, 2)], 13, X),
     ("Resize", {"mode": "nearest", "nearest_mode": "round_prefer_ceil"}, [None, None, ints(2, 4, 5, 20)], 13, X),
     ("Resize", {"mode": "linear"}, [None, f32(1, 1, 2, 2)], 13, X),
@@ -298,6 +301,48 @@ def test_a_value_read_twice_is_not_overwritten(tmp_path: Path) -> None:
     before = x.copy()
     compare_with_ort(saved(model, tmp_path), {"x": x}, device="cpu")
     assert np.array_equal(x, before), "the caller's array is only read"
+
+
+@pytest.mark.parametrize(
+    ("op", "attributes", "extra"),
+    [
+        ("Sum", {}, []),
+        ("Max", {}, []),
+        ("Min", {}, []),
+        ("Resize", {"mode": "linear"}, [None, f32(1, 1, 1, 1)]),
+        ("Pad", {}, [ints(*[0] * 8)]),
+        ("Tile", {}, [ints(1, 1, 1, 1)]),
+        ("Concat", {"axis": 1}, []),
+        ("Split", {"axis": 1}, []),
+        ("Clip", {}, []),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_an_operator_gives_back_is_not_overwritten(
+    op: str, attributes: dict[str, Any], extra: list[Array | None], tmp_path: Path
+) -> None:
+    """The caller's array, and a value that is read again, by an operator that changes nothing and one in place."""
+    model = one_node(op, attributes, extra, 17, X)
+    model.graph.node[0].output[0] = "v"
+    model.graph.node[0].input[0] = "a"
+    twice = [helper.make_node("Sigmoid", ["v"], ["y"]), helper.make_node("Exp", ["a"], ["z"])]
+    same = helper.make_node(op, ["x", *model.graph.node[0].input[1:]], ["u"], **attributes)
+    nodes = [
+        helper.make_node("Neg", ["x"], ["a"]),
+        *model.graph.node,
+        *twice,
+        same,
+        helper.make_node("Tanh", ["u"], ["w"]),
+    ]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    for name in "zw":
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, X))
+    x = floats(*X)
+    runner = compare_with_ort(saved(model, tmp_path), {"x": x}, device="cpu")
+    array = torch.from_numpy(x.copy())
+    runner.run({"x": array})
+    assert np.array_equal(array.numpy(), x)
 
 
 @pytest.fixture(scope="module")

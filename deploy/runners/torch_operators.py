@@ -336,6 +336,12 @@ class Window:
     pads: list[tuple[int, int]]
     ceil: bool
 
+    def cut(self, y: Tensor, x: Tensor) -> Tensor:
+        """The pooling y of a padded x without windows that start in the padding behind x: PyTorch took it for values."""
+        for axis, (step, (before, _)) in enumerate(zip(self.strides, self.pads, strict=True), 2):
+            y = y.narrow(axis, 0, min(y.shape[axis], -(-(x.shape[axis] + before) // step)))
+        return y
+
 
 def window(call: Call) -> Window:
     """Read a MaxPool or AveragePool."""
@@ -360,7 +366,9 @@ def _max_pool(call: Call) -> Function:
 
     def run(x: Tensor) -> Tensor:
         if extra:
-            x = functional.pad(x, extra, value=lowest)
+            return w.cut(
+                pool(functional.pad(x, extra, value=lowest), w.kernel, w.strides, padding, w.dilations, w.ceil), x
+            )
         return pool(x, w.kernel, w.strides, padding, w.dilations, w.ceil)
 
     return run
@@ -376,13 +384,13 @@ def _average_pool(call: Call) -> Function:
         padding = [before for before, _ in w.pads]
         return lambda x: pool(x, w.kernel, w.strides, padding, w.ceil, count)
     if count:
-        return lambda x: pool(functional.pad(x, _flat(w.pads)), w.kernel, w.strides, [0] * rank, w.ceil, True)
+        return lambda x: w.cut(pool(functional.pad(x, _flat(w.pads)), w.kernel, w.strides, [0] * rank, w.ceil, True), x)
 
     # Sides differ and padding does not count: the sum of values over the share of the window inside the input.
     def run(x: Tensor) -> Tensor:
         inside = functional.pad(torch.ones_like(x[:1, :1]), _flat(w.pads))
         shares = pool(inside, w.kernel, w.strides, [0] * rank, w.ceil)
-        return pool(functional.pad(x, _flat(w.pads)), w.kernel, w.strides, [0] * rank, w.ceil) / shares
+        return w.cut(pool(functional.pad(x, _flat(w.pads)), w.kernel, w.strides, [0] * rank, w.ceil) / shares, x)
 
     return run
 
@@ -674,7 +682,8 @@ def _resize(call: Call) -> Function:
             continue
         at = _source(np.arange(out, dtype=np.float64), size, out, scale, places)
         if mode == "nearest":
-            index = np.clip(_rounded(at, rounding), 0, size - 1).astype(np.int64)
+            how = "ceil" if old and scale < 1 else rounding  # as ONNX Runtime reads what the old opsets left open
+            index = np.clip(_rounded(at, how), 0, size - 1).astype(np.int64)
             axes.append((axis, torch.from_numpy(index).to(device), None, None))
         else:
             at = np.clip(at, 0, size - 1)

@@ -54,10 +54,10 @@ class Program:
         values: dict[str, Tensor | None] = {**self.constants, **feeds}
         for step in self.steps:
             made = step.run(*[values[name] for name in step.inputs])
-            if len(step.outputs) == 1:
-                values[step.outputs[0]] = made
-            else:
+            if isinstance(made, (tuple, list)):
                 values.update(zip(step.outputs, made, strict=False))
+            else:
+                values[step.outputs[0]] = made
             for name in step.frees:
                 del values[name]
         return {name: given(values[name]) for name in self.outputs}
@@ -134,12 +134,13 @@ class Builder:
                 f"{node.op_type} '{node_label(node)}': the torch runner gives only its first output and others are read. Use "
                 "--runner onnxruntime, or a TensorRT engine."
             )
-        if self._may_overwrite(call):
+        overwrites = self._may_overwrite(call)
+        if overwrites:
             run = IN_PLACE[node.op_type]
         else:
             form, run = self.owner.quickest(call, run)
         self._emit(node_label(node), form, run, names, outputs if node.op_type == "Split" else outputs[:1])
-        if node.op_type not in VIEWS:
+        if overwrites or (node.op_type not in VIEWS and not self._is_an_input(names, outputs[0])):
             self.fresh.update(outputs)
 
     def _may_overwrite(self, call: Call) -> bool:
@@ -149,11 +150,19 @@ class Builder:
             return False
         if self.graph.sole_reader(node.input[0]) is None or node.input[0] in node.input[1:]:
             return False
+        if node.op_type == "Sum" and len(node.input) == 1:
+            return False
         first, rest = call.x(), [value for value in call.inputs[1:] if value is not None]
         return all(
             value.dtype == first.dtype and torch.broadcast_shapes(value.shape, first.shape) == first.shape
             for value in rest
         )
+
+    def _is_an_input(self, names: Sequence[str], output: str) -> bool:
+        """Whether an operator gave an input back, as a Sum of one term and a Resize to the same size do."""
+        memory = given(self.values[output]).untyped_storage().data_ptr()
+        operands = [self._operand(name) for name in names]
+        return any(value is not None and value.untyped_storage().data_ptr() == memory for value in operands)
 
     def _sparse(self, node: NodeProto) -> None:
         runner = self.owner.sparse_runner(node.output[0])
