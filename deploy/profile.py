@@ -259,9 +259,24 @@ def load_profile(path: Path, device: Device) -> DeviceProfile:
             f"--profile {path}: {error.strerror}. Make one on the device with `sparsedeploy tune BUNDLE --save-profile {path}`."
         ) from error
     profile = DeviceProfile.from_json(text, path)
+    _refuse_no_times(path, profile)
     if (profile.target, profile.sm) != (device.name, device.sm):
         raise InputError(
-            f"--profile {path}: holds times measured on {profile.gpu} (target {profile.target}, sm_{profile.sm}), --target "
-            f"says {device.name} (sm_{device.sm}). Times of one device say nothing about another: use a profile of it, or none."
+            f"--profile {path}: holds times measured on {profile.gpu} (target {profile.target}, sm_{profile.sm}), and it is planned for "
+            f"{device.name} (sm_{device.sm}). Times of one device say nothing about another: give --target {profile.target}, or a "
+            f"profile of {device.name}."
         )
     return profile
+
+
+def _refuse_no_times(path: Path, profile: DeviceProfile) -> None:
+    """Raises InputError for a time that is not above zero and finite: the fits divide by it."""
+    points: dict[str, Sequence[DensePoint | SparsePoint]] = {"dense": profile.dense, "sparse": profile.sparse}
+    for kind, members in points.items():
+        for at, point in enumerate(members):
+            for field, us in (("us", point.us), ("predicted_us", point.predicted_us)):
+                if us is not None and not 0 < us < math.inf:
+                    raise InputError(
+                        f"--profile {path}: {kind}.{at}.{field} is {us:g}, needed microseconds above zero. The file is damaged: copy "
+                        "it again, or measure again with `sparsedeploy tune BUNDLE --save-profile FILE`."
+                    )

@@ -176,12 +176,26 @@ def test_round_trip_and_refusals(tmp_path: Path) -> None:
     known = profile(dense(20.0), sparse(5.0))
     path.write_text(known.to_json(), "utf-8")
     assert load_profile(path, NANO) == known
-    with pytest.raises(InputError, match=r"measured on Tegra X1 \(target jetson-nano, sm_53\), --target says a100"):
+    with pytest.raises(
+        InputError, match=r"measured on Tegra X1 \(target jetson-nano, sm_53\).*planned for a100.*--target jetson-nano"
+    ):
         load_profile(path, find("a100"))
     with pytest.raises(InputError, match="No such file"):
         load_profile(tmp_path / "none.json", NANO)
     path.write_text(known.to_json().replace('"us": 20.0', '"us": "fast"'), "utf-8")
     with pytest.raises(InputError, match=r"dense\.0\.us"):
+        load_profile(path, NANO)
+
+
+@pytest.mark.parametrize("us", [0.0, -1.0, math.nan, math.inf])
+def test_times_that_nobody_measured_are_refused(tmp_path: Path, us: float) -> None:
+    path = tmp_path / "nano.json"
+    for points, field in (((dense(us),), r"dense\.0\.us"), ((dense(20.0), sparse(us)), r"sparse\.0\.us")):
+        path.write_text(profile(*points).to_json(), "utf-8")
+        with pytest.raises(InputError, match=field):
+            load_profile(path, NANO)
+    path.write_text(profile(sparse(5.0, predicted=us)).to_json(), "utf-8")
+    with pytest.raises(InputError, match=r"sparse\.0\.predicted_us"):
         load_profile(path, NANO)
 
 
