@@ -477,7 +477,7 @@ def run(
                 out=out,
                 runner=runs.runner_named(runner),
                 arithmetic=runs.arithmetic_named(precision),
-                device=device,
+                device=runs.device_named(device),
                 labels=labels,
                 top=top,
                 batch=batch,

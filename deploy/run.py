@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ def run(request: Request) -> Ran:
     request.tell("loading")
     runner = load(request.source, request.runner, request.arithmetic, request.device)
     try:
+        if runner.device == "cpu" and runner.arithmetic == "tf32":
+            raise MachineError("--precision tf32: it is an arithmetic of GPUs; on the CPU use fp32.")
         feeds, what = _feeds(request, runner)
         request.tell("running")
         results = runner.run(feeds)
@@ -176,7 +179,10 @@ def read_feeds(path: Path, bindings: tuple[Binding, ...]) -> dict[str, NDArray[A
 def _fitting(path: Path, binding: Binding, arrays: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
     array = arrays.get(binding.name)
     if array is None:
-        raise InputError(f"--input {path}: no array named {binding.name!r}; it holds {', '.join(arrays) or 'nothing'}.")
+        raise InputError(
+            f"--input {path}: no array named {binding.name!r}; it holds {', '.join(arrays) or 'nothing'}. "
+            f"Save it with numpy.savez(path, **{{{binding.name!r}: array}})."
+        )
     pairs = zip(array.shape, binding.shape, strict=False)
     if len(array.shape) != len(binding.shape) or any(isinstance(want, int) and want != size for size, want in pairs):
         raise InputError(
@@ -278,3 +284,12 @@ def arithmetic_named(name: str | None) -> Arithmetic | None:
     if name is None or name == "fp32" or name == "tf32" or name == "fp16":
         return name  # type: ignore[return-value]
     raise InputError(f"--precision {name}: needed fp32, tf32 or fp16.")
+
+
+def device_named(name: str | None) -> str | None:
+    """The device of that name, `cuda` as `cuda:0`; raises InputError for what is none."""
+    if name is None or re.fullmatch(r"cpu|cuda:[0-9]{1,3}", name):
+        return name
+    if name == "cuda":
+        return "cuda:0"
+    raise InputError(f"--device {name}: needed cpu, cuda or cuda:0.")

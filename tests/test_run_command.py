@@ -117,6 +117,7 @@ def test_nan_is_told(tmp_path: Path) -> None:
         (("-o", "y.txt"), "outputs are written as .npz", 2),
         (("-o", "absent/y.npz"), "cannot be written", 3),
         (("--runner", "tflite"), "no such runner; this version has tensorrt, tensorrt_rtx, torch, onnxruntime", 2),
+        (("--device", "gpu"), "--device gpu: needed cpu, cuda or cuda:0", 2),
         (("--precision", "int8"), "needed fp32, tf32 or fp16", 2),
         (("--precision", "fp16"), "compute in fp32 and fp16 was asked for", 2),
         (("--labels", "absent.txt"), "cannot be read", 2),
@@ -131,8 +132,15 @@ def test_what_is_refused(
     np.savez(tmp_path / "two.npz", a=x_of(1), b=x_of(1))
     np.savez(tmp_path / "shape.npz", x=np.zeros((1, 16, 8, 9), np.float32))
     np.savez(tmp_path / "text_array.npz", x=np.full((1, 16, 8, 8), "a"))
-    options = () if "--runner" in words else CPU
+    options = CPU[:2] if "--device" in words else () if "--runner" in words else CPU
     assert told in said(made, *words, *options, code=code)
+
+
+def test_what_the_torch_runner_is_refused(made: Path) -> None:
+    pytest.importorskip("torch")
+    torch = ("--runner", "torch", "--device")
+    assert "needed cpu, cuda or cuda:0" in said(made, *torch, "gpu", code=2)
+    assert "tf32: it is an arithmetic of GPUs" in said(made, *torch, "cpu", "--precision", "tf32", code=3)
 
 
 def test_what_there_is_not(tmp_path: Path) -> None:
