@@ -248,6 +248,10 @@ def test_bundles_and_options_that_make_no_sense_are_refused(made: Path, tmp_path
         command(tmp_path)
     with pytest.raises(InputError, match="is no folder"):
         command(dense)
+    with pytest.raises(InputError, match="no such file or folder"):
+        command(tmp_path / "absent")
+    with pytest.raises(InputError, match="no such file or folder"):
+        command(tmp_path / "absent.onnx", sweep="0.9")
     with pytest.raises(InputError, match="belong to --compare"):
         command(made, fail_if=("p90_ms>+5%",))
 

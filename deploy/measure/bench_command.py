@@ -72,6 +72,10 @@ def run(asked: Asked, tell: Callable[[str], None], tools: Tools | None = None) -
         raise InputError(
             "--shape and --layer belong to --sweep, which converts: the bundle has its shapes and layers already."
         )
+    if not asked.source.exists():
+        raise InputError(
+            f"{asked.source}: no such file or folder. Give the bundle that convert made; with --sweep it may be a model file."
+        )
     if asked.sweep is None and not asked.source.is_dir():
         raise InputError(
             f"{asked.source}: is no folder; bench takes the bundle that convert made. Run `sparsedeploy convert "
