@@ -207,6 +207,10 @@ def hashes(folder: Path) -> dict[str, str]:
 def read_manifest(out: Path) -> Manifest:
     """The bundle's manifest; raises InputError when the folder is no bundle."""
     path = out / MANIFEST
+    if out.is_file():
+        raise InputError(
+            f"{out}: is a file, needed the folder that convert made. `sparsedeploy convert {out}` makes {out.with_suffix('.sparsedeploy')}."
+        )
     try:
         return Manifest.from_json(path.read_bytes(), path)
     except OSError as error:

@@ -46,7 +46,8 @@ def verify_bundle(out: Path, model: Path | None, inputs: Path | None, seed: int)
         note = (
             f"{manifest.model} is not here: compared with the bundle's own dense model; give the original with --model"
         )
-        result = result.model_copy(update={"note": f"{result.note} {note}".strip()})
+        earlier = result.note.removesuffix(".")
+        result = result.model_copy(update={"note": f"{earlier}; {note}" if earlier else note})
     return result
 
 

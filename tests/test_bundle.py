@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from sparsedeploy.bundle import (
 from sparsedeploy.convert import Conversion, Request, convert
 from sparsedeploy.devices import find
 from sparsedeploy.errors import CheckFailed, InputError, MachineError
+from sparsedeploy.layer import Precision
 from sparsedeploy.reverify import verify_bundle
 
 A100 = find("a100")
@@ -34,8 +36,8 @@ def model(tmp_path: Path) -> Path:
     return saved(network(), tmp_path)
 
 
-def run(model: Path, out: Path, choice: str = "csr") -> Conversion:
-    return convert(Request(model, A100, out, layers=(f"*={choice}",)))
+def run(model: Path, out: Path, choice: str = "csr", precision: Precision = "fp32") -> Conversion:
+    return convert(Request(model, A100, out, precision=precision, layers=(f"*={choice}",)))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -325,6 +327,20 @@ def test_a_moved_bundle_verifies_with_and_without_the_original(model: Path, tmp_
     assert with_it.note == ""
     model.rename(far / "model.onnx")  # beside the bundle it is found by itself
     assert verify_bundle(far / "moved", None, None, 0).note == ""
+
+
+def test_two_notes_are_two_clauses(model: Path, tmp_path: Path) -> None:
+    run(model, tmp_path / "out", precision="fp16")
+    model.unlink()
+    note = verify_bundle(tmp_path / "out", None, None, 0).note
+    assert re.search(r"with every value rounded to fp16.*; model\.onnx is not here: compared", note), note
+
+
+def test_a_file_is_no_bundle(model: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"is a file, needed .*`sparsedeploy convert .*model\.onnx` makes .*model\.sparsedeploy"
+    ):
+        read_manifest(model)
 
 
 def test_another_model_is_not_the_original(model: Path, tmp_path: Path) -> None:
