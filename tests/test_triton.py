@@ -77,7 +77,7 @@ def engine_of(folder: Path, backend: str) -> Path:
                 "backend_version": "10.14.1.48", "loads_in": "", "target": "a100", "sm": 80, "which": "sparse",
                 "precision": "fp32", "tf32": False, "inputs": {}, "outputs": {}, "profiles": {}, "workspace_mb": None,
                 "sparse_layers": 0, "plugin_layers": [], "layer_types": {}, "plugin": None, "model_bytes": 0,
-                "sources": {}, "build_seconds": 0.0,
+                "sources": {},
             }
         ),
         "test",
