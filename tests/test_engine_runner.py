@@ -40,6 +40,8 @@ class FakeCuda:
         self.graphs: dict[int, Callable[[], None]] = {}
         self.now = 0.0
         self.capturing = False
+        self.elsewhere: list[Callable[[], None]] = []
+        """What other streams have yet to do."""
 
     def activate(self) -> None:
         pass
@@ -76,6 +78,10 @@ class FakeCuda:
 
     def wait(self, stream: int) -> None:
         assert stream == 77
+
+    def wait_for_all(self) -> None:
+        while self.elsewhere:
+            self.elsewhere.pop(0)()
 
     def event(self, stream: int) -> int:
         self.live.append("event")
@@ -211,6 +217,16 @@ def test_running_device_arrays(runner: EngineRunner, made: Path, gpu: FakeCuda) 
     np.testing.assert_array_equal(read(address, shape), run_file(made / "model.dense.onnx", {"x": x})["y"])
     with pytest.raises(InputError, match=r"'x' is float16 \[2, 16, 8, 8\] on the device"):
         runner.run({"x": DeviceBuffer(gpu, x.shape, "float16")})
+
+
+def test_an_array_that_another_stream_still_makes_is_waited_for(
+    runner: EngineRunner, made: Path, gpu: FakeCuda
+) -> None:
+    x = x_of(2)
+    array = DeviceBuffer(gpu, x.shape, "float32")
+    gpu.elsewhere.append(lambda: gpu.copy_in(array.address, x.reshape(-1).view(np.uint8), 0))
+    address, shape, _ = view(runner.run({"x": array})["y"], "y")
+    np.testing.assert_array_equal(read(address, shape), run_file(made / "model.dense.onnx", {"x": x})["y"])
 
 
 class Strided:

@@ -50,6 +50,9 @@ class Cuda(Protocol):
     def wait(self, stream: int) -> None:
         """Until everything in the stream is done."""
 
+    def wait_for_all(self) -> None:
+        """Until everything in every stream is done: a stream of ours does not wait for what makes a caller's array."""
+
     def event(self, stream: int) -> int:
         """Record a new event; freed with `end_event`."""
 
@@ -142,6 +145,10 @@ class DriverCuda:
     def wait(self, stream: int) -> None:
         """Until the stream is done."""
         self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def wait_for_all(self) -> None:
+        """Until everything in every stream of the context is done."""
+        self._call("cuCtxSynchronize")
 
     def event(self, stream: int) -> int:
         """A new timing event, recorded."""

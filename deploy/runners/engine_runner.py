@@ -161,8 +161,9 @@ class EngineSession:
         return {name: np.array(self._pinned[name]) for name in self._outputs}
 
     def run_on_device(self, feeds: Mapping[str, Any]) -> dict[str, DeviceBuffer]:
-        """One inference on arrays where they lie; outputs in new arrays on the device."""
+        """One inference on arrays where they lie, once they are made; outputs in new arrays on the device."""
         self._cuda.activate()
+        self._cuda.wait_for_all()
         made = {
             name: DeviceBuffer(self._cuda, self._buffers[name].shape, self._buffers[name].dtype.str)
             for name in self._outputs

@@ -19,7 +19,7 @@ from sparsedeploy.converters.load import load, save
 from sparsedeploy.converters.precision import to_fp16
 from sparsedeploy.converters.rewrite import read_nodes
 from sparsedeploy.errors import InputError, MachineError
-from sparsedeploy.runners.cuda_stream import view
+from sparsedeploy.runners.cuda_stream import cuda, view
 from sparsedeploy.runtime import Arithmetic, Binding, Feeds, RunnerName, unpacked
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -109,6 +109,9 @@ class OnnxRuntimeRunner:
         return self._run_on_device(feeds)
 
     def _run_on_device(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
+        gpu = cuda()
+        gpu.activate()
+        gpu.wait_for_all()  # the session's stream does not wait for what makes these arrays
         binding = self._session.io_binding()
         for entry in self.inputs:
             value = feeds[entry.name]
