@@ -345,6 +345,20 @@ def test_what_an_operator_gives_back_is_not_overwritten(
     assert np.array_equal(array.numpy(), x)
 
 
+def test_outputs_are_the_callers_own(tmp_path: Path) -> None:
+    """An output that is a constant, or the input itself: what its caller writes into it changes nothing else."""
+    model = one_node("Identity", {}, [], 17, X)
+    model.graph.initializer.append(numpy_helper.from_array(f32(1, 2), "k"))
+    model.graph.node.append(helper.make_node("Neg", ["k"], ["z"]))
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, [2]))
+    runner, x = load_torch(saved(model, tmp_path), device="cpu"), floats(*X)
+    before = x.copy()
+    for output in runner.run({"x": x}).values():
+        output[:] = 7
+    assert np.array_equal(x, before)
+    assert runner.run({"x": x})["z"].tolist() == [-1, -2]
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small network converted for an H200, every layer sparse."""

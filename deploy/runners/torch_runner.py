@@ -181,7 +181,7 @@ class TorchRunner:
         with settings(self.arithmetic):
             results = program(given)
         if on_host:
-            return {name: value.cpu().numpy() for name, value in results.items()}
+            return {name: np.array(value.cpu().numpy()) for name, value in results.items()}
         return dict(results)
 
     def close(self) -> None:
