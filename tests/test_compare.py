@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,22 @@ def test_the_command(tmp_path: Path) -> None:
     a.unlink()
     assert call().exit_code == 2
     assert CliRunner().invoke(app, ["bench", str(tmp_path), "--fail-if", "p90_ms>+5%"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "instead", "told"),
+    [
+        (r'"p90_ms": [\d.]+', '"p90_ms": NaN', "times of 'dense fp32.*': nan"),
+        (r'"median_ms": [\d.]+', '"median_ms": 0.0', "times of 'dense fp32.*': 0"),
+        (r'"estimate": [\d.]+', '"estimate": 0.0', "speed-up over 'dense fp32.*': 0"),
+        (r'"best": "[^"]+"', '"best": "nobody"', "best names the variant 'nobody'"),
+        (r'"metric": "gpu_compute"', '"metric": "wall"', "no speed-up over 'dense fp32"),
+    ],
+)
+def test_numbers_that_cannot_be_judged_are_refused(tmp_path: Path, pattern: str, instead: str, told: str) -> None:
+    text, path = results().to_json(), tmp_path / "results.json"
+    path.write_text(text, "utf-8")
+    assert read_results(path) == results()
+    path.write_text(re.sub(pattern, instead, text), "utf-8")
+    with pytest.raises(InputError, match=told):
+        read_results(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -230,8 +231,40 @@ def read_results(path: Path) -> Results:
     """A results.json; also found in a bundle's folder. Raises InputError."""
     file = path / RESULTS if path.is_dir() else path
     try:
-        return Results.from_json(file.read_bytes(), file)
+        results = Results.from_json(file.read_bytes(), file)
     except OSError as error:
         raise InputError(
             f"{file}: {error.strerror}. Make one with `sparsedeploy bench BUNDLE`, or `sparsedeploy bench BUNDLE -o FILE`."
         ) from error
+    for case in results.every_case:
+        if damage := _damage(case):
+            raise InputError(
+                f"{file}: batch {case.batch}: {damage}. The file is damaged: copy it again, or measure again with `sparsedeploy "
+                "bench`."
+            )
+    return results
+
+
+def _damage(case: Case) -> str:
+    """What keeps a case from being compared, "" where nothing does: a gate that met a NaN would pass."""
+    names = {timing.name for timing in case.timings}
+    for role, name in (("baseline", case.baseline), ("best", case.best)):
+        if name not in names:
+            return f"{role} names the variant {name!r}, which has no times"
+    if not any((each.dense, each.metric) == (case.baseline, "gpu_compute") for each in case.speedups):
+        return f"there is no speed-up over {case.baseline!r}"
+    numbers = {f"speed-up over {each.dense!r}": (each.ratio.estimate,) for each in case.speedups}
+    for timing in case.timings:
+        found = timing.gpu_compute
+        held = (
+            found.min_ms,
+            found.median_ms,
+            found.mean_ms,
+            found.p90_ms,
+            found.p95_ms,
+            found.p99_ms,
+            timing.throughput,
+        )
+        numbers[f"times of {timing.name!r}"] = tuple(value for value in held if value is not None)
+    wrong = ((what, value) for what, values in numbers.items() for value in values if not 0 < value < math.inf)
+    return next((f"{what}: {value:g}, needed numbers above zero" for what, value in wrong), "")
