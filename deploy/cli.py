@@ -177,6 +177,7 @@ def scan(
         given = [word for text in shape or () for word in ("--shape", text)] + (
             ["--batch", str(batch)] if batch else []
         )
+        given += ["--profile", str(profile)] if profile else []
         found = judge(found, plan, str(model), given)
     if csv:
         _write(csv, to_csv(found))
@@ -289,6 +290,8 @@ def verify(
     from sparsedeploy.reverify import verify_bundle
     from sparsedeploy.verify import require
 
+    if hashes_only and as_json:
+        raise InputError("--hashes-only makes no record for --json; its exit code says it: 0 unchanged, 1 changed.")
     count = check_hashes(bundle)
     if hashes_only:
         print(f"{bundle}: {count} files are as the manifest says")

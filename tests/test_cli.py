@@ -125,6 +125,8 @@ def test_verify_fails_with_1_and_hashes_only_is_quick(model: Path, tmp_path: Pat
     call("convert", model, "--target", "a100", "-o", out)
     ok = call("verify", out, "--hashes-only")
     assert (ok.exit_code, ok.stdout.count("\n")) == (0, 1)
+    no_record = call("verify", out, "--hashes-only", "--json")
+    assert (no_record.exit_code, no_record.stdout) == (2, "")
     (out / "report.html").write_text("")
     assert call("verify", out).exit_code == 1
 

@@ -209,6 +209,7 @@ def test_command_line(tmp_path: Path, scanned: Scan) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "Predicted from a measured profile, this model not measured" in " ".join(result.output.split())
+    assert f"--target jetson-nano --profile {file}" in result.output.replace("\n", " ").split("Next: ")[1]
     entry = Plan.from_json(plan.read_bytes(), plan).layers[0]
     assert entry.choice == "csr"
     assert entry.predicted is not None
