@@ -231,6 +231,14 @@ def test_forms_that_are_missing_are_named(
         load_torch(path, device="cpu").run({"x": floats(*X)})
 
 
+def test_a_mean_of_integers_is_refused_in_words(tmp_path: Path) -> None:
+    model = one_node("ReduceMean", {"axes": [1]}, [], 13, X)
+    for value in (model.graph.input[0], model.graph.output[0]):
+        value.type.tensor_type.elem_type = TensorProto.INT32
+    with pytest.raises(InputError, match=r"ReduceMean 'it': .* of integers. Use --runner onnxruntime"):
+        load_torch(saved(model, tmp_path), device="cpu").run({"x": np.ones(X, np.int32)})
+
+
 def test_operators_that_are_missing_are_listed(tmp_path: Path) -> None:
     nodes = [helper.make_node("NonZero", ["x"], ["a"], "first"), helper.make_node("Det", ["x"], ["y"], "second")]
     graph = helper.make_graph(

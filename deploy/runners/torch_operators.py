@@ -474,6 +474,8 @@ _REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
 def _reduce(call: Call) -> Function:
     function, keep = _REDUCTIONS[call.node.op_type], bool(call.attr("keepdims", 1))
     axes = call.ints("axes", 1) or []
+    if call.node.op_type in ("ReduceMean", "ReduceL1", "ReduceL2") and not call.x().is_floating_point():
+        raise UnsupportedFormError("of integers")
     if not axes and int(call.attr("noop_with_empty_axes", 0)):
         return lambda x, *_: x.clone()
     chosen = axes or list(range(call.x().dim()))
