@@ -56,7 +56,7 @@ class EngineRunner:
         return EngineSession(self._loaded, self._cuda, self._bindings(), shapes, graph)
 
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """One inference, done when this returns. Device arrays must be contiguous, of the engine's types, and ready."""
+        """One inference, done when this returns. Device arrays must be contiguous and of the engine's types."""
         missing = sorted({binding.name for binding in self.inputs} - feeds.keys())
         if missing:
             raise InputError(f"no array for input {missing[0]!r}; the engine takes {', '.join(self._loaded.inputs)}.")
