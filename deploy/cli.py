@@ -822,10 +822,16 @@ def _stages(quiet: bool) -> Callable[[str], None]:
     return lambda stage: console.print(escape(stage), style="dim")
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave as _Group does: rich's own way out is exit code 1, which here means that a check failed."""
+        os._exit(0)
+
+
 def _console() -> Console:
     """Tables keep their columns when piped: a file has no width."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
+    console = _Console(highlight=False)
+    return console if console.is_terminal else _Console(highlight=False, width=200)
 
 
 def _print_scan(found: Scan, plan: Plan) -> None:

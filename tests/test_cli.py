@@ -136,6 +136,7 @@ def test_a_broken_pipe_is_no_error(model: Path) -> None:
     done = subprocess.run(["bash", "-o", "pipefail", "-c", code], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+    assert done.returncode == 0
     assert done.stdout.startswith("target ")
 
 
