@@ -209,7 +209,7 @@ def read_manifest(out: Path) -> Manifest:
     path = out / MANIFEST
     if out.is_file():
         raise InputError(
-            f"{out}: is a file, needed the folder that convert made. `sparsedeploy convert {out}` makes {out.with_suffix('.sparsedeploy')}."
+            f"{out}: is a file, needed the folder that convert made. `sparsedeploy convert {out}` makes {default_path(out)}."
         )
     try:
         return Manifest.from_json(path.read_bytes(), path)

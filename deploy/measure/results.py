@@ -253,7 +253,9 @@ def _damage(case: Case) -> str:
             return f"{role} names the variant {name!r}, which has no times"
     if not any((each.dense, each.metric) == (case.baseline, "gpu_compute") for each in case.speedups):
         return f"there is no speed-up over {case.baseline!r}"
-    numbers = {f"speed-up over {each.dense!r}": (each.ratio.estimate,) for each in case.speedups}
+    numbers: dict[str, tuple[float, ...]] = {
+        f"speed-up over {each.dense!r}": (each.ratio.estimate,) for each in case.speedups
+    }
     for timing in case.timings:
         found = timing.gpu_compute
         held = (
