@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +17,8 @@ from sparsedeploy.verify import run_file
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from sparsedeploy.runners.torch_runner import load_torch  # noqa: E402
+from sparsedeploy.runners import torch_runner  # noqa: E402
+from sparsedeploy.runners.torch_program import Builder  # noqa: E402
 
 Shape = tuple[int, int, int, int]
 
@@ -30,7 +32,7 @@ class Graph:
     nodes: list[NodeProto] = field(default_factory=list)
     constants: dict[str, NDArray[np.generic]] = field(default_factory=dict)
 
-    def draw(self, *options: object) -> object:
+    def draw(self, *options: Any) -> Any:
         return options[int(self.rng.integers(len(options)))]
 
     def pick(self, shape: Shape | None = None) -> str:
@@ -64,7 +66,7 @@ class Graph:
             self.conv,
             self.pool,
         )
-        kind()  # type: ignore[operator]
+        kind()
 
     def unary(self) -> None:
         x = self.pick()
@@ -79,7 +81,7 @@ class Graph:
     def scalar(self) -> None:
         x = self.pick()
         n, c, h, w = self.values[x]
-        other = self.floats(*self.draw((1,), (c, 1, 1), (1, c, 1, 1), (n, 1, h, w), (n, c, h, w)))  # type: ignore[misc]
+        other = self.floats(*self.draw((1,), (c, 1, 1), (1, c, 1, 1), (n, 1, h, w), (n, c, h, w)))
         pair = [x, other] if self.rng.random() < 0.7 else [other, x]
         self.add(str(self.draw("Add", "Mul", "Sub")), pair, self.values[x])
 
@@ -92,7 +94,7 @@ class Graph:
             ("Identity", []), ("Dropout", []), ("Sum", []), ("Max", []), ("Resize", ["", self.constant(ones)]),
             ("Pad", [self.constant(zeros)]), ("Expand", [self.constant(np.ones(1, np.int64))]),
             ("Reshape", [self.constant(np.array(shape, np.int64))]), ("Transpose", []),
-        )  # type: ignore[misc]  # fmt: skip
+        )  # fmt: skip
         self.add(op, [x, *extra], shape, **({"perm": [0, 1, 2, 3]} if op == "Transpose" else {}))
 
     def reshaped(self) -> None:
@@ -106,8 +108,8 @@ class Graph:
     def conv(self) -> None:
         x = self.pick()
         n, c, h, w = self.values[x]
-        oc, group, k = (c, int(self.draw(1, 2, c)), 3) if c % 2 == 0 else (c, 1, 3)  # type: ignore[call-overload]
-        pads, stride = self.draw(([1, 1, 1, 1], 1), ([1, 1, 1, 1], 1), ([0, 0, 2, 2], 1), ([2, 1, 0, 2], 2))  # type: ignore[misc]
+        oc, group, k = (c, int(self.draw(1, 2, c)), 3) if c % 2 == 0 else (c, 1, 3)
+        pads, stride = self.draw(([1, 1, 1, 1], 1), ([1, 1, 1, 1], 1), ([0, 0, 2, 2], 1), ([2, 1, 0, 2], 2))
         out = [(size + pads[at] + pads[at + 2] - k) // stride + 1 for at, size in enumerate((h, w))]
         bias = [self.floats(oc)] if self.rng.random() < 0.6 else []
         self.add(
@@ -118,7 +120,7 @@ class Graph:
     def pool(self) -> None:
         x = self.pick()
         n, c, h, w = self.values[x]
-        op, k, stride = str(self.draw("MaxPool", "AveragePool")), int(self.draw(2, 3)), int(self.draw(1, 2))  # type: ignore[call-overload]
+        op, k, stride = str(self.draw("MaxPool", "AveragePool")), int(self.draw(2, 3)), int(self.draw(1, 2))
         pads, ceil = [int(self.rng.integers(k)) for _ in range(4)], int(self.rng.integers(2))
         out = []
         for at, size in enumerate((h, w)):
@@ -150,12 +152,15 @@ class Graph:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_graph(seed: int, tmp_path: Path) -> None:
+def test_random_graph(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCHW, and for every other graph channels last, which a runner tries on a GPU only."""
+    if seed % 2:
+        monkeypatch.setattr(torch_runner, "Builder", lambda owner, _: Builder(owner, "nhwc"))
     grown = Graph(np.random.default_rng(seed))
     while len(grown.nodes) < 14:
         grown.grow()
     path = saved(grown.model(), tmp_path)
-    runner = load_torch(path, device="cpu")
+    runner = torch_runner.load_torch(path, device="cpu")
     rng = np.random.default_rng(seed + 1000)
     for _ in range(2):  # the second run finds what the first did to constants
         x = rng.standard_normal((2, 4, 7, 6)).astype(np.float32)
