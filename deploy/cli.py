@@ -853,10 +853,10 @@ def _print_scan(found: Scan, plan: Plan) -> None:
         entry = decided[layer.name]
         table.add_row(*(escape(cell) for cell in _cells(layer)), escape(entry.choice))
     _console().print(table)
-    cap = f"{summary.gain_cap:.2f}x" if summary.gain_cap else "none"
+    cap = f"capped at {summary.gain_cap:.2f}x by the rest" if summary.gain_cap else "not capped by the rest"
     print(
         f"eligible {summary.eligible} of {summary.convolutions} convolutions, {summary.eligible_macs_share:.1%} of "
-        f"{_macs(summary.macs)} per image; end-to-end gain capped at {cap} by the rest (Amdahl, in MACs); "
+        f"{_macs(summary.macs)} per image; end-to-end gain {cap} (Amdahl, in MACs); "
         f"zeros {summary.sparsity_by_macs:.1%} by MACs, {summary.sparsity_by_weights:.1%} by weights"
     )
     for hint in found.hints:
