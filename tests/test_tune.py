@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +17,7 @@ from sparsedeploy.layer import ConvLayer, Epilogue, Geometry
 from sparsedeploy.measure.candidate_build import Job, Made, Option, Search
 from sparsedeploy.measure.selection import crossing, drop_useless, grouped, pays, race
 from sparsedeploy.measure.stage import Timed
-from sparsedeploy.measure.timing import Schedule
+from sparsedeploy.measure.timing import Schedule, measure
 from sparsedeploy.measure.tune import QUICK, Settings, Subject, Tuned, tune_on
 from sparsedeploy.measure.tuning import Tuning
 from sparsedeploy.plan import DENSE
@@ -384,6 +386,15 @@ def test_never_slower_falls_back_to_all_dense_with_the_evidence() -> None:
     assert all("the whole model is not faster sparse" in entry.reason for entry in result.plan.layers)
 
 
+@pytest.fixture
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host clock that moves a microsecond a look: every run takes the same number of samples, so the same noise."""
+    ticks = itertools.count(step=1000)
+    steady = functools.partial(measure, clock=lambda: next(ticks))
+    monkeypatch.setattr("sparsedeploy.measure.selection.measure", steady)
+
+
+@pytest.mark.usefixtures("steady_clock")
 def test_a_gain_that_noise_hides_is_no_gain() -> None:
     stage = FakeStage(["a"], dict.fromkeys(TIMES, DENSE_US - 1.0), spread=0.1, noise=0.4)
     nnz_us = 0.01 * layer("a").zeros.nnz  # type: ignore[union-attr]
