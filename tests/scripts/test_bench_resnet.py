@@ -59,6 +59,16 @@ def test_the_table_says_what_was_measured_and_what_was_not(script: ModuleType) -
     assert "| resnet18 | 95% | 1 | 4.000 / 2.000 / 1.000 | – | – | – | – |" in rows
 
 
+def test_a_baseline_that_was_left_out_leaves_a_gap(script: ModuleType, tmp_path: Path) -> None:
+    made = document(script)
+    row = made.rows[0]  # type: ignore[attr-defined]
+    sparse = row.sparse[0].model_copy(update={"ratios": {"tf32": row.sparse[0].ratios["tf32"]}})
+    row = row.model_copy(update={"dense": row.dense[1:], "sparse": (sparse,), "problems": ("dense fp32: off",)})
+    alone = made.model_copy(update={"rows": (row,)})  # type: ignore[attr-defined]
+    assert "| resnet18 | 90% | 1 | – / 2.000 / 1.000 | 0.550 | – | – | – |" in script.table(alone)
+    assert len(script.draw(alone, tmp_path, "gap")) == 1
+
+
 def test_few_sms_have_a_table_and_a_picture_of_their_own(script: ModuleType, tmp_path: Path) -> None:
     both = document(script, (132, 16))
     assert "NVIDIA Test, 16 of its SMs" in script.table(both)
