@@ -114,6 +114,14 @@ ModelFile = Annotated[Path, typer.Argument(help="ONNX model.", show_default=Fals
 NoEngine = Annotated[
     bool, typer.Option("--no-engine", help="Build no engine, also where a TensorRT is installed that could.")
 ]
+Original = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        help="The original model.",
+        show_default="the file of that name beside the bundle, else the bundle's dense model",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON, nothing else, on stdout.")]
 
 
@@ -267,14 +275,7 @@ def convert(
 @app.command()
 def verify(
     bundle: Annotated[Path, typer.Argument(help="Bundle made by convert.", show_default=False)],
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model",
-            help="The original model.",
-            show_default="the file of that name beside the bundle, else the bundle's dense model",
-        ),
-    ] = None,
+    model: Original = None,
     inputs: Annotated[
         Path | None, typer.Option("--input", help="Verify with the arrays of this .npz instead of random ones.")
     ] = None,
@@ -673,14 +674,7 @@ def demo(
 @app.command()
 def tune(
     bundle: Annotated[Path, typer.Argument(help="Bundle made by convert.", show_default=False)],
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model",
-            help="The original model.",
-            show_default="the file of that name beside the bundle, else the bundle's dense model",
-        ),
-    ] = None,
+    model: Original = None,
     arithmetic: Annotated[
         str | None,
         typer.Option(
