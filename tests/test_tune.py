@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -152,13 +153,19 @@ class FakeBuilder:
 
     options: tuple[tuple[str, int], ...] = (("packed", 0), ("baked", 1), ("baked", 2))
     refuses: Callable[[Job], str] = lambda job: ""
+    slow: frozenset[str] = frozenset()
+    """Kernels predicted to be hopeless."""
     jobs: list[Job] = field(default_factory=list)
     rounds: list[Sequence[Job]] = field(default_factory=list)
 
     def search(self, asked: Sequence[Search]) -> list[tuple[Option, ...]]:
         return [
-            tuple(Option(kernel, {"size": size}, Prediction(us=5.0, bound="compute", source="a model")) for kernel, size in self.options)
-            for _ in asked
+            tuple(
+                Option(kernel, {"size": size}, Prediction(us=5.0, bound="compute", source="a model"))
+                for kernel, size in self.options
+                if kernel in (each.kernels or (kernel,)) and (each.hopeless == math.inf or kernel not in self.slow)
+            )
+            for each in asked
         ]  # fmt: skip
 
     def build(self, jobs: Sequence[Job]) -> list[Made]:
@@ -305,6 +312,15 @@ def test_what_was_not_compiled_in_time_is_skipped_with_the_reason() -> None:
     result = tuned(FakeStage(["a"], TIMES), [layer("a")], builder)
     assert result.plan.layers[0].choice == "packed"
     assert {attempt.problem for attempt in result.tuning.layers[0].attempts} == {"", "was not compiled within 5 s"}
+
+
+def test_a_kernel_predicted_hopeless_is_built_where_nothing_else_was() -> None:
+    refuses = lambda job: "was not compiled within 5 s" if (job.layer.name, job.kernel) == ("b", "baked") else ""  # noqa: E731
+    builder = FakeBuilder(refuses=refuses, slow=frozenset({"packed"}))
+    layers = [layer("a"), layer("b", side=7)]
+    result = tuned(FakeStage(["a", "b"], TIMES), layers, builder)
+    assert {entry.name: entry.choice for entry in result.plan.layers} == {"a": "baked", "b": "packed"}
+    assert [job.layer.name for job in builder.jobs if job.kernel == "packed"] == ["b"]
 
 
 def test_a_member_whose_weights_do_not_fit_takes_the_runner_up() -> None:

@@ -11,6 +11,7 @@ the model faster, and where the rest does not beat the dense model at its best, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from sparsedeploy.measure.statistics import Ratio
 from sparsedeploy.measure.timing import Schedule, measure
 from sparsedeploy.measure.tuning import CONDITIONS, Attempt, Step, TunedLayer, Tuning
 from sparsedeploy.plan import DENSE, LayerPlan, Measured, Plan, Predicted
+from sparsedeploy.plugins import KERNELS
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Floats
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.profile import DensePoint, DeviceProfile, SparsePoint
@@ -208,13 +210,8 @@ class _Tuner:
         self.groups = grouped(taken)
 
     def _try_candidates(self) -> None:
-        s, heads = self.subject, [group[0] for group in self.groups]
-        searches = [
-            Search(layer, s.device, s.precision, s.batch, self.settings.per_kernel, self.settings.kernels, self.settings.hopeless)
-            for layer in heads
-        ]  # fmt: skip
-        with self._clock("search_s", f"choosing configurations for {len(heads)} layers"):
-            found = self.builder.search(searches)
+        heads = [group[0] for group in self.groups]
+        found = self._search({layer.name: self.settings.kernels for layer in heads}, self.settings.hopeless)
         pairs = [(layer, option) for layer, options in zip(heads, found, strict=True) for option in options]
         # Members with what is predicted to win, beside the candidates: a second round of compilers would wait for the slowest again.
         ahead = [
@@ -223,8 +220,8 @@ class _Tuner:
             for layer in group[1:]
             if options
         ]
-        for (layer, option), made in zip(pairs, self._build([*pairs, *ahead]), strict=False):
-            self.tried.setdefault(layer.name, []).append(_Tried(option, made))
+        self._keep_tries(pairs, self._build([*pairs, *ahead]))
+        self._try_slower(heads)
         with self._clock("measure_s", "timing candidates"):
             for name, tried in self.tried.items():
                 for candidate in tried:
@@ -233,6 +230,34 @@ class _Tuner:
             # Once more, so that a clock that moved meanwhile shows as spread.
             again = self.stage.layer_times({}, self.settings.replays)
         self.dense = {name: first.with_repeat(again[name]) for name, first in self.dense.items()}
+
+    def _search(self, asked: Mapping[str, tuple[str, ...]], hopeless: float) -> list[tuple[Option, ...]]:
+        """For layers by name, among their kernels."""
+        s, per_kernel = self.subject, self.settings.per_kernel
+        layers = {layer.name: layer for layer in s.layers}
+        with self._clock("search_s", f"choosing configurations for {len(asked)} layers"):
+            return self.builder.search(
+                [Search(layers[name], s.device, s.precision, s.batch, per_kernel, kernels, hopeless) for name, kernels in asked.items()]
+            )  # fmt: skip
+
+    def _keep_tries(self, pairs: Sequence[tuple[ConvLayer, Option]], made: Sequence[Made]) -> None:
+        for (layer, option), each in zip(pairs, made, strict=False):
+            self.tried.setdefault(layer.name, []).append(_Tried(option, each))
+
+    def _try_slower(self, heads: Sequence[ConvLayer]) -> None:
+        """Where nothing promising was built, what was left out as hopeless may still be faster than dense."""
+        offered = self.settings.kernels or tuple(kernel.name for kernel in KERNELS)
+        asked = {}
+        for layer in heads:
+            tried = self.tried.get(layer.name, [])
+            others = tuple(name for name in offered if name not in {each.option.kernel for each in tried})
+            if tried and others and not any(each.made.built for each in tried):
+                asked[layer.name] = others
+        if not asked:
+            return
+        found = dict(zip(asked, self._search(asked, math.inf), strict=True))
+        pairs = [(layer, option) for layer in heads for option in found.get(layer.name, ())]
+        self._keep_tries(pairs, self._build(pairs))
 
     def _build(self, pairs: Sequence[tuple[ConvLayer, Option]]) -> list[Made]:
         """Every pair, in order; what was built before is not built again."""
