@@ -48,7 +48,8 @@ class Plugin:
         return said
 
     def stream(self) -> int:
-        """A new stream that does not wait for the default one."""
+        """A new stream of its device that does not wait for the default one."""
+        self.driver.activate(self.device)
         handle = ctypes.c_void_p()
         assert self.cuda.cuStreamCreate(ctypes.byref(handle), 1) == 0
         return handle.value or 0
@@ -117,6 +118,7 @@ class Layer:
 
     def place(self, stream: int, runs: int = 1) -> tuple[_Place, DeviceArray]:
         """Outputs of that many runs (filled with NaN) and a workspace of its own on a stream."""
+        self.use()
         g, driver = self.node.geometry, self.plugin.driver
         shape = (self.n, g.oc, g.oh, g.ow)
         size = int(np.prod(shape)) * ELEMENT_BYTES[self.dtype]
