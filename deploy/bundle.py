@@ -50,6 +50,8 @@ class Evidence(Record):
 class Manifest(Document):
     """The content of manifest.json."""
 
+    TITLE = "the manifest.json of a bundle"
+
     tool: str = "sparsedeploy"
     version: str = __version__
     model: str

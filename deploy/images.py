@@ -67,6 +67,9 @@ def _picture(file: Path, height: int, width: int) -> NDArray[np.uint8]:
             "--image needs Pillow to read pictures, which is not installed. Install it with `pip install pillow`, or give the "
             "pixels as an array with --input x.npz."
         ) from error
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "no such file"
+        raise InputError(f"--image {file}: {what}. Give a JPEG or PNG; --image may be repeated.")
     try:
         with Image.open(file) as opened:
             picture = ImageOps.exif_transpose(opened).convert("RGB")

@@ -74,6 +74,8 @@ class LayerPlan(Record):
 class Plan(Document):
     """The answer of planning. Edit `choice` and pass the file to `convert --plan`."""
 
+    TITLE = "a plan, as of `scan --save-plan`"
+
     model: str
     model_hash: str
     target: str

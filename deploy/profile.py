@@ -15,11 +15,13 @@ from pathlib import Path
 from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Geometry, Precision
+from sparsedeploy.plugins import KERNELS
 from sparsedeploy.plugins.kernel import Config, Prediction
 from sparsedeploy.record import Document, Record
 from sparsedeploy.roofline import Bound
 
 DENSE = "dense"
+ARITHMETICS = ("fp32", "tf32", "fp16")
 SAME_NNZ = 0.02
 """Counts of nonzeros this close, as a share, are one point: seeds differ by more."""
 NEAR_NNZ = 0.15
@@ -73,6 +75,8 @@ class Fit(Record):
 
 class DeviceProfile(Document):
     """The measured times of one device."""
+
+    TITLE = "a device profile, as of `tune --save-profile`"
 
     target: str
     """The row of deploy/devices.py that it stands for."""
@@ -260,6 +264,7 @@ def load_profile(path: Path, device: Device) -> DeviceProfile:
         ) from error
     profile = DeviceProfile.from_json(text, path)
     _refuse_no_times(path, profile)
+    _refuse_unknown_words(path, profile)
     if (profile.target, profile.sm) != (device.name, device.sm):
         raise InputError(
             f"--profile {path}: holds times measured on {profile.gpu} (target {profile.target}, sm_{profile.sm}), and it is planned for "
@@ -267,6 +272,19 @@ def load_profile(path: Path, device: Device) -> DeviceProfile:
             f"profile of {device.name}."
         )
     return profile
+
+
+def _refuse_unknown_words(path: Path, profile: DeviceProfile) -> None:
+    """Raises InputError for a kernel or arithmetic that no plan asks for: its times would say nothing, silently."""
+    kernels = tuple(kernel.name for kernel in KERNELS)
+    words = [(f"sparse.{at}.kernel", point.kernel, kernels) for at, point in enumerate(profile.sparse)]
+    words += [(f"dense.{at}.arithmetic", point.arithmetic, ARITHMETICS) for at, point in enumerate(profile.dense)]
+    for field, word, known in words:
+        if word not in known:
+            raise InputError(
+                f"--profile {path}: {field} is {word!r}, which this version of sparsedeploy does not know; it has {', '.join(known)}. "
+                "Correct it, or measure again with `sparsedeploy tune BUNDLE --save-profile FILE`."
+            )
 
 
 def _refuse_no_times(path: Path, profile: DeviceProfile) -> None:

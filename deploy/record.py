@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,6 +28,9 @@ class Record(BaseModel):
         populate_by_name=True,
     )
 
+    TITLE: ClassVar[str] = "a record"
+    """What a file of it is to its user, for messages."""
+
     def to_json(self) -> str:
         """The record as indented JSON text with a trailing newline."""
         return self.model_dump_json(indent=2, by_alias=True) + "\n"
@@ -42,9 +45,16 @@ class Record(BaseModel):
             path = ".".join(str(part) for part in first["loc"]) or "the document"
             more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
             raise InputError(
-                f"{origin}: {path}: {first['msg']}{more}. The file must hold a {cls.__name__} as this version of "
-                f"sparsedeploy writes it; correct that field or make the file again."
+                f"{origin}: {path}: {_words(first)}{more}. Needed: {cls.TITLE}, as this version of sparsedeploy writes it; "
+                "correct that or make the file again."
             ) from error
+
+
+def _words(error: Any) -> str:
+    """The first error, what was found beside what was needed."""
+    found = error.get("input")
+    told = isinstance(found, str | int | float) and error["type"] not in ("extra_forbidden", "json_invalid")
+    return f"{error['msg']}, found {str(found)[:40]!r}" if told else str(error["msg"])
 
 
 class Document(Record):

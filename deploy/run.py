@@ -158,8 +158,13 @@ def read_feeds(path: Path, bindings: tuple[Binding, ...]) -> dict[str, NDArray[A
 
     Floats are cast to the model's type. Raises InputError on any mismatch.
     """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "no such file"
+        raise InputError(
+            f"--input {path}: {what}. Make one with numpy.savez(path, NAME=array), named as the model's inputs."
+        )
     try:
-        if path.is_file() and not path.read_bytes()[:6].startswith((b"PK", b"\x93NUMPY")):
+        if not path.read_bytes()[:6].startswith((b"PK", b"\x93NUMPY")):
             raise ValueError("it begins like no such file")  # numpy would speak of pickles
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):

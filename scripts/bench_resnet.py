@@ -109,6 +109,8 @@ class Row(Record):
 class Networks(Document):
     """What `run` writes."""
 
+    TITLE = "results of scripts/bench_resnet.py run"
+
     made: str
     commit: str | None
     command: str

@@ -78,6 +78,8 @@ class Missing(Record):
 class Results(Document):
     """One run of the benchmark."""
 
+    TITLE = "results of scripts/bench_kernels.py"
+
     command: str
     commit: str
     """Of the checkout, or "" where it is not known."""

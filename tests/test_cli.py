@@ -120,6 +120,45 @@ def test_exit_codes(error: BaseException, code: int, model: Path, monkeypatch: p
     assert result.stderr.count("\n\n") == 0
 
 
+_STARTED = """
+import os, signal, sys
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "sparsedeploy.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Stop())
+sys.argv = ["sparsedeploy", "--version"]
+if {ignored}:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+from sparsedeploy.__main__ import main
+main()
+"""
+
+
+def test_ctrl_c_while_python_imports_is_one_paragraph_and_130() -> None:
+    done = subprocess.run([sys.executable, "-c", _STARTED.format(ignored=False)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "sparsedeploy: Interrupted before anything was begun.\n"
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    done = subprocess.run([sys.executable, "-c", _STARTED.format(ignored=True)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ctrl_c_in_a_command_still_reaches_its_own_handler(model: Path) -> None:
+    code = f"""
+import os, signal, sys
+from sparsedeploy import __main__, reading
+reading.read = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ["sparsedeploy", "scan", {str(model)!r}]
+__main__.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, "Traceback" in done.stderr) == (130, False)
+    assert "Nothing half-written" in done.stderr
+
+
 def test_verify_fails_with_1_and_hashes_only_is_quick(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     call("convert", model, "--target", "a100", "-o", out)

@@ -63,9 +63,16 @@ def test_inputs_that_take_no_pictures(picture: Path, shape: Any) -> None:
 
 def test_what_is_no_picture(picture: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no picture")
-    for file in (tmp_path / "notes.txt", tmp_path / "absent.png", tmp_path):
-        with pytest.raises(InputError, match="is no picture"):
-            load_images([file], NCHW)
+    half = picture.read_bytes()
+    (tmp_path / "half.png").write_bytes(half[: len(half) // 2])
+    for name, told in (
+        ("notes.txt", "is no picture"),
+        ("half.png", "is no picture"),
+        ("absent.png", "no such file"),
+        ("", "is a folder"),
+    ):
+        with pytest.raises(InputError, match=told):
+            load_images([tmp_path / name], NCHW)
     with pytest.raises(InputError, match="given 2 times and the model takes 3"):
         load_images([picture, picture], Binding("x", (3, 3, 32, 32), "float32"))
 

@@ -52,7 +52,7 @@ def test_wheel_holds_every_file(wheel: zipfile.ZipFile) -> None:
 def test_wheel_has_entry_point_and_licence(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     entry = next(name for name in names if name.endswith("entry_points.txt"))
-    assert "sparsedeploy = sparsedeploy.cli:main" in wheel.read(entry).decode()
+    assert "sparsedeploy = sparsedeploy.__main__:main" in wheel.read(entry).decode()
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -10,14 +10,18 @@ import pytest
 from small_models import one_conv, sparse_weight
 from typer.testing import CliRunner
 
+from sparsedeploy.bundle import Manifest
 from sparsedeploy.cli import app
 from sparsedeploy.devices import find
+from sparsedeploy.engines.engine_file import EngineRecord
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import Geometry
+from sparsedeploy.measure.results import Results
 from sparsedeploy.plan import DENSE, Plan, make_plan
 from sparsedeploy.plugins.kernel import Prediction
 from sparsedeploy.profile import DensePoint, DeviceProfile, SparsePoint, at_nnz, fit, load_profile, merged
 from sparsedeploy.reading import read
+from sparsedeploy.record import Record
 from sparsedeploy.roofline import Bound
 from sparsedeploy.scan import Scan, scan
 
@@ -222,3 +226,32 @@ def test_command_line(tmp_path: Path, scanned: Scan) -> None:
     assert Plan.from_json((tmp_path / "out/plan.json").read_bytes(), "plan").layers[0].choice == "csr"
     result = CliRunner().invoke(app, ["scan", model, "-t", "a100", "--profile", str(file)])
     assert result.exit_code == 2
+
+
+def test_words_that_no_plan_asks_for_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "nano.json"
+    path.write_text(profile(dense(20.0), sparse(5.0), sparse(5.0, kernel="bakde")).to_json(), "utf-8")
+    with pytest.raises(InputError, match=r"sparse\.1\.kernel is 'bakde'.*it has packed, csr, baked"):
+        load_profile(path, NANO)
+    path.write_text(profile(dense(20.0)).to_json().replace('"arithmetic": "fp32"', '"arithmetic": "fp23"'), "utf-8")
+    with pytest.raises(InputError, match=r"dense\.0\.arithmetic is 'fp23'.*fp32, tf32, fp16"):
+        load_profile(path, NANO)
+
+
+def test_a_file_that_is_none_is_told_in_the_users_words(tmp_path: Path) -> None:
+    path = tmp_path / "nano.json"
+    path.write_text(profile(dense(20.0)).to_json().replace('"us": 20.0', '"us": "fast"'), "utf-8")
+    with pytest.raises(InputError) as told:
+        load_profile(path, NANO)
+    assert "DeviceProfile" not in str(told.value)
+    assert "found 'fast'" in str(told.value)
+    assert "a device profile, as of `tune --save-profile`" in str(told.value)
+
+
+def test_no_message_about_a_file_says_a_class(tmp_path: Path) -> None:
+    for kind in (DeviceProfile, EngineRecord, Manifest, Plan, Results):
+        with pytest.raises(InputError) as told:
+            kind.from_json("{}", tmp_path / "some.json")
+        assert kind.__name__ not in str(told.value)
+        assert kind.TITLE in str(told.value)
+        assert kind.TITLE != Record.TITLE

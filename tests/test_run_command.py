@@ -108,7 +108,8 @@ def test_nan_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told", "code"),
     [
-        (("--input", "absent.npz"), "not a readable .npz file", 2),
+        (("--input", "absent.npz"), "absent.npz: no such file", 2),
+        (("--input", "."), "is a folder", 2),
         (("--input", "text.npz"), "not a readable .npz file", 2),
         (("--input", "two.npz"), "no array named 'x'; it holds a, b", 2),
         (("--input", "shape.npz"), "x is 1x16x8x9, the model takes", 2),

@@ -277,3 +277,10 @@ def test_without_torch_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MachineError, match="PyTorch, which is not installed"):
         tune.tune(tmp_path / "model.onnx", A100)
+
+
+def test_an_unknown_kernel_is_told_with_those_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, FAST)
+    result = run(str(made(tmp_path)), "--kernel", "bakde")
+    assert result.exit_code == 2
+    assert "--kernel bakde: no such kernel. This version has packed, csr, baked." in " ".join(result.output.split())

@@ -39,6 +39,8 @@ class EngineRecord(Document):
     back end does, as TensorRT-RTX does.
     """
 
+    TITLE = "the JSON that `build` leaves beside an engine"
+
     tool: str = "sparsedeploy"
     version: str = __version__
     engine: str

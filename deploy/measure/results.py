@@ -197,6 +197,8 @@ class SweepPoint(Record):
 class Results(Document):
     """The content of results.json."""
 
+    TITLE = "the results.json of a bench"
+
     tool: str = "sparsedeploy"
     version: str = __version__
     commit: str | None = None

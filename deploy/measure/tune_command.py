@@ -17,7 +17,7 @@ from sparsedeploy.gpu import first_gpu
 from sparsedeploy.measure.tune import Settings, Tuned, gpu_device, tune_reading
 from sparsedeploy.measure.tuning import TunedLayer, Tuning
 from sparsedeploy.plan import DENSE, Plan
-from sparsedeploy.plugins import kernel_named
+from sparsedeploy.plugins import KERNELS
 from sparsedeploy.profile import DeviceProfile, load_profile, merged
 from sparsedeploy.reading import file_hash, read
 from sparsedeploy.roofline import format_us
@@ -58,8 +58,7 @@ def run(asked: Asked, tell: Callable[[str], None]) -> Said:
     """
     manifest = bundle.read_manifest(asked.bundle)
     device = find(manifest.target)
-    for name in asked.kernels:
-        kernel_named(name)
+    _refuse_unknown_kernels(asked.kernels)
     _refuse_other_gpu(asked.bundle, device)
     arithmetic = _arithmetic(asked.arithmetic, manifest)
     known = _known_profile(asked.save_profile, device)
@@ -105,6 +104,12 @@ def _as_the_original(done: Conversion, before: bundle.Manifest, tuned: Tuned) ->
     return done.manifest.model_copy(
         update={"model": before.model, "model_hash": before.model_hash, "evidence": evidence}
     )
+
+
+def _refuse_unknown_kernels(names: tuple[str, ...]) -> None:
+    known = tuple(kernel.name for kernel in KERNELS)
+    if strange := [name for name in names if name not in known]:
+        raise InputError(f"--kernel {strange[0]}: no such kernel. This version has {', '.join(known)}.")
 
 
 def _refuse_other_gpu(out: Path, device: Device) -> None:
