@@ -143,7 +143,7 @@ class Unit:
 
 
 class Bench:
-    """Dense runners are loaded once per network and batch: their time depends on no weight."""
+    """Dense fp32 is the model that tuning opened; TF32's and fp16's are loaded once per network: their time depends on no weight."""
 
     def __init__(self, folder: Path, settings: Settings, sms: int) -> None:
         self.folder, self.settings, self.sms = folder, settings, sms
@@ -163,13 +163,18 @@ class Bench:
             feeds: dict[str, Feeds] = {}
             dense: dict[str, tuple[Runner, float]] = {}
             tuned: dict[str, tuple[Tuned, float, float, float]] = {}
+            opened: dict[Arithmetic, tuple[Runner, Path]] = {}
             for precision in unit.precisions:
                 started = time.perf_counter()
                 try:
-                    result, session = stack.enter_context(self._tuned(path, unit, precision))
+                    result, session, runner = stack.enter_context(self._tuned(path, unit, precision))
                 except SparseDeployError as error:
                     problems.append(f"sparse {precision}: {error}")
                     continue
+                if (
+                    runner is not None and precision == "fp32"
+                ):  # the very graph of the file; fp16's was made by our conversion
+                    opened[precision] = (runner, path)
                 if not result.nodes:
                     problems.append(f"sparse {precision}: {result.tuning.verdict}")
                     continue
@@ -184,7 +189,7 @@ class Bench:
                 tuned[name] = (result, error_share, allowed, time.perf_counter() - started)
             for arithmetic in ARITHMETICS:
                 name = f"dense {arithmetic}"
-                runner, loaded = self._runner(unit, path, arithmetic)
+                runner, loaded = opened.get(arithmetic) or self._runner(unit, path, arithmetic)
                 session = runner.session({INPUT: x.shape}, graph=True)
                 stack.callback(session.close)
                 feeds[name] = {INPUT: x.astype(runner.inputs[0].dtype)}
@@ -219,7 +224,8 @@ class Bench:
         return self._runners[key]
 
     @contextmanager
-    def _tuned(self, path: Path, unit: Unit, precision: Precision) -> Iterator[tuple[Tuned, Session]]:
+    def _tuned(self, path: Path, unit: Unit, precision: Precision) -> Iterator[tuple[Tuned, Session, Runner | None]]:
+        """The outcome, a session of the network as chosen, and the dense model that it was tuned against."""
         device = gpu_device()
         reading = read(path, device, precision, {}, unit.batch)
         stage = stage_of(reading, precision, precision)
@@ -231,7 +237,7 @@ class Bench:
                 result = tune_on(stage, subject, builder, self.settings)
             session = stage.session(result.nodes)
             try:
-                yield result, session
+                yield result, session, getattr(stage, "dense", None)
             finally:
                 session.close()
         finally:

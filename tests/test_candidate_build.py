@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from small_models import sparse_weight
 from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError
 from sparsedeploy.layer import ConvLayer, Epilogue, Geometry
-from sparsedeploy.measure.candidate_build import Builders, Job, Option, Search, _different, build_one, search
+from sparsedeploy.measure.candidate_build import Builders, Job, Option, Search, _Cores, _different, build_one, search
 from sparsedeploy.plugins import KERNELS
 from sparsedeploy.plugins.kernel import BuildOptions, Prediction
 from sparsedeploy.reading import count_zeros
@@ -109,3 +110,35 @@ def test_no_budget_is_refused_and_nothing_is_nothing() -> None:
     with Builders(1.0) as builders:
         assert builders.build([]) == []
         assert builders.search([]) == []
+
+
+def test_a_job_takes_as_many_cores_as_it_is_compiled_in_parts() -> None:
+    def cores(nnz: int, kernel: str = "baked", **config: int) -> int:
+        asked = job()
+        assert asked.layer.zeros is not None
+        zeros = asked.layer.zeros.model_copy(update={"nnz": nnz})
+        return replace(asked, kernel=kernel, config=config, layer=asked.layer.model_copy(update={"zeros": zeros})).cores
+
+    assert [cores(nnz) for nnz in (1000, 80_000, 100_000, 170_000, 240_000, 400_000)] == [1, 1, 2, 3, 4, 4]
+    assert (cores(240_000, "csr"), cores(240_000, parts=1), cores(60_000, rows=2)) == (1, 1, 2)
+
+
+def test_no_more_is_begun_than_there_are_cores() -> None:
+    cores, most, order = _Cores(4), [0], []
+
+    def hold(number: int, wanted: int) -> None:
+        with cores.held(wanted):
+            order.append(number)
+            most[0] = max(most[0], cores.count - cores.free)
+            assert cores.free >= 0
+            time.sleep(0.01)
+
+    wanted = [4, 3, 2, 1, 9, 1, 1, 1, 1]
+    threads = [threading.Thread(target=hold, args=each) for each in enumerate(wanted)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.002)
+    for thread in threads:
+        thread.join(10)
+    assert order == list(range(len(wanted)))  # a large one is not overtaken for ever
+    assert (most[0], cores.free) == (4, 4)

@@ -472,3 +472,18 @@ def test_profile_holds_every_time_and_the_models_error() -> None:
 def test_tuning_is_a_document_that_comes_back() -> None:
     tuning = tuned(FakeStage(["a"], TIMES), [layer("a")]).tuning
     assert Tuning.from_json(tuning.to_json(), "tune.json") == tuning
+
+
+def test_what_is_predicted_far_beyond_the_measured_dense_time_is_not_built() -> None:
+    builder = FakeBuilder()  # predicts 5 us
+    stage = FakeStage(["fast", "slow"], TIMES, dense_us={"fast": 3.0, "slow": 4.5})
+    result = tuned(stage, [layer("fast"), layer("slow", side=7)], builder)
+    assert {job.layer.name for job in builder.jobs} == {"slow"}
+    fast, slow = result.tuning.layers
+    assert fast.reason == "not built: predicted 5 us sparse (packed) against 3 us measured dense"
+    assert (fast.choice, fast.attempts) == (DENSE, ())
+    assert len(slow.attempts) == 3
+    thorough = FakeBuilder()
+    tuned(stage, [layer("fast"), layer("slow", side=7)], thorough, replace(SETTINGS, beyond_dense=math.inf))
+    assert {job.layer.name for job in thorough.jobs} == {"fast", "slow"}
+    assert Settings().beyond_dense == math.inf

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +28,11 @@ from sparsedeploy.devices import Device
 from sparsedeploy.errors import InputError, SparseDeployError
 from sparsedeploy.layer import ConvLayer, Precision
 from sparsedeploy.plugins import KERNELS, kernel_named
+from sparsedeploy.plugins.baked.choose import PART_FMAS, WHOLE_FMAS
 from sparsedeploy.plugins.kernel import BuildOptions, Built, Config, Floats, Prediction, UnfitWeightsError
+
+MOST_CORES = 4
+"""What plugins/assemble.py lets one ptxas use."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,19 @@ class Job:
     @property
     def weigh(self) -> tuple[bool, int]:
         """What takes longest sorts last: generated code first of all, by its nonzeros."""
-        return (self.kernel == "baked", self.layer.zeros.nnz if self.layer.zeros else 0)
+        return (self.kernel == "baked", self._nnz)
+
+    @property
+    def cores(self) -> int:
+        """Cores that building it keeps busy: large generated kernels are compiled in parts side by side."""
+        fmas = self._nnz * self.config.get("rows", 1)
+        if self.kernel != "baked" or fmas <= WHOLE_FMAS:
+            return 1
+        return min(MOST_CORES, self.config.get("parts") or -(-fmas // PART_FMAS))
+
+    @property
+    def _nnz(self) -> int:
+        return self.layer.zeros.nnz if self.layer.zeros else 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +154,8 @@ class Builder(Protocol):
 
 
 class Builders:
-    """A pool of processes that build. Use as a context manager: leaving it ends them and removes their files.
+    """A pool of processes that build. Use as a context manager: leaving it ends them and removes their files. No more is
+    begun at a time than `workers` cores (None: all that this process may use) can compile side by side.
 
     A job that takes longer than `budget_s` seconds of wall time is ended and answered with that. Raises InputError for
     a budget that is not positive.
@@ -146,7 +164,8 @@ class Builders:
     def __init__(self, budget_s: float, workers: int | None = None) -> None:
         if not budget_s > 0:
             raise InputError(f"compile budget of {budget_s:g} seconds: it must be positive.")
-        self.budget_s, self.count = budget_s, workers or _cores()
+        self.budget_s, self.count = budget_s, workers or _usable()
+        self._cores, self._interrupted = _Cores(self.count), False
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         self._all: list[_Worker] = []
 
@@ -177,11 +196,16 @@ class Builders:
             try:
                 return list(threads.map(self._one, jobs))
             except BaseException:  # an interrupt must not wait for compilers: workers have a session of their own
+                self._interrupted = True
                 for worker in self._all:
                     worker.end()
                 raise
 
     def _one(self, job: Any) -> Any:
+        with self._cores.held(job.cores if isinstance(job, Job) else 1):
+            return Made(None, "was not built: interrupted") if self._interrupted else self._built(job)
+
+    def _built(self, job: Any) -> Any:
         try:
             worker = self._idle.get_nowait()
         except Empty:
@@ -200,7 +224,35 @@ class Builders:
         return answer
 
 
-def _cores() -> int:
+class _Cores:
+    """Cores dealt out to jobs in the order of asking. Compilers that take turns on too few cores would all run out of
+    budget: what is begun must be able to end.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.free = count, count
+        self._waiting: deque[object] = deque()
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def held(self, wanted: int) -> Iterator[None]:
+        """Wait for `wanted` cores (all there are, where that is more), and give them back."""
+        wanted, ticket = min(wanted, self.count), object()
+        with self._changed:
+            self._waiting.append(ticket)
+            self._changed.wait_for(lambda: self._waiting[0] is ticket and self.free >= wanted)
+            self._waiting.popleft()
+            self.free -= wanted
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.free += wanted
+                self._changed.notify_all()
+
+
+def _usable() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

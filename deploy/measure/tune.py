@@ -70,6 +70,8 @@ class Settings:
     """Names; empty: every kernel."""
     hopeless: float = 4.0
     """Candidates predicted to take so many times the fastest one's time are not built: predictions are seldom that wrong."""
+    beyond_dense: float = math.inf
+    """Candidates predicted to take so many times the layer's measured dense time are not built."""
     compile_s: float = 60.0
     """What building one candidate may take."""
     workers: int | None = None
@@ -86,7 +88,17 @@ class Settings:
     tell: Callable[[str], None] = lambda stage: None
 
 
-QUICK = Settings(per_kernel=2, hopeless=2.0, compile_s=20.0, crossover=False, patience=3, final=Schedule(0.5, 0.1, 16))
+_BEYOND = 1.25
+"""Of 58 candidates timed in their places on an H200 none took less than 0.89 of its prediction, half took 1.2 or more."""
+QUICK = Settings(
+    per_kernel=2,
+    hopeless=2.0,
+    beyond_dense=_BEYOND,
+    compile_s=20.0,
+    crossover=False,
+    patience=3,
+    final=Schedule(0.5, 0.1, 16),
+)
 """Choices in well under a minute, for benchmarks over many models."""
 
 
@@ -164,6 +176,8 @@ class _Tuner:
         self.winners: dict[str, _Tried] = {}
         """By layer: the fastest that is right and pays, built for that layer."""
         self.reasons: dict[str, str] = {}
+        self.ruled_out: dict[str, str] = {}
+        """Why nothing was built, by the first layer of each group."""
         self.crossovers: dict[str, tuple[float | None, str]] = {}
         self.extra: list[SparsePoint] = []
 
@@ -236,9 +250,22 @@ class _Tuner:
         s, per_kernel = self.subject, self.settings.per_kernel
         layers = {layer.name: layer for layer in s.layers}
         with self._clock("search_s", f"choosing configurations for {len(asked)} layers"):
-            return self.builder.search(
+            found = self.builder.search(
                 [Search(layers[name], s.device, s.precision, s.batch, per_kernel, kernels, hopeless) for name, kernels in asked.items()]
             )  # fmt: skip
+        return [self._promising(name, options) for name, options in zip(asked, found, strict=True)]
+
+    def _promising(self, name: str, options: tuple[Option, ...]) -> tuple[Option, ...]:
+        """Without those that are predicted far slower than the layer was measured dense."""
+        limit = self.settings.beyond_dense * self.dense[name].us
+        kept = tuple(option for option in options if option.prediction.us <= limit)
+        if options and not kept:
+            best = min(options, key=lambda option: option.prediction.us)
+            self.ruled_out[name] = (
+                f"not built: predicted {format_us(best.prediction.us)} us sparse ({best.kernel}) against {format_us(self.dense[name].us)} us "
+                "measured dense"
+            )
+        return kept
 
     def _keep_tries(self, pairs: Sequence[tuple[ConvLayer, Option]], made: Sequence[Made]) -> None:
         for (layer, option), each in zip(pairs, made, strict=False):
@@ -336,6 +363,7 @@ class _Tuner:
         tried = self.tried.get(head, [])
         return (
             "; ".join(f"{each.option.kernel} {each.problem or each.made.why}" for each in tried)
+            or self.ruled_out.get(head)
             or "no kernel supports it"
         )
 
