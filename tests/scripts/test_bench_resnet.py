@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
+from sparsedeploy.devices import find
 from sparsedeploy.errors import InputError
+from sparsedeploy.layer import Epilogue
+from sparsedeploy.measure.candidate_build import Made, Option
 from sparsedeploy.measure.results import Machine
+from sparsedeploy.measure.stage import Timed
 from sparsedeploy.measure.statistics import Ratio, describe
+from sparsedeploy.measure.timing import Schedule
+from sparsedeploy.plugins.kernel import Built, Prediction
+from sparsedeploy.plugins.node import SparseConv
+from sparsedeploy.runtime import Binding
+from sparsedeploy.verify import run_file
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_resnet.py"
 
@@ -106,3 +120,153 @@ def test_committed_results_can_be_read(script: ModuleType) -> None:
     file = SCRIPT.parent / "results" / "networks_h200.json"
     text = script.table(script.Networks.from_json(file.read_bytes(), file))
     assert "resnet18" in text
+
+
+# --- a row, on a GPU that is not there ----------------------------------------------------------------------------
+
+
+class FakeSession:
+    """Right answers, and times by its own clock."""
+
+    device_clock, graph, now = True, True, 0.0
+    known: dict[Any, dict[str, Any]] = {}
+
+    def __init__(self, path: Path, us: float, error: float) -> None:
+        self.path, self.us, self.error = path, us, error
+
+    def upload(self, feeds: Mapping[str, Any]) -> None:
+        self.feeds = {name: np.asarray(value, np.float32) for name, value in feeds.items()}
+
+    def enqueue(self) -> None:
+        self.now += self.us
+
+    def wait(self) -> None:
+        time.sleep(1e-6)
+
+    def download(self) -> dict[str, Any]:
+        key = (self.path, float(self.feeds["input"].sum()))
+        if key not in self.known:
+            self.known[key] = run_file(self.path, self.feeds)
+        return {name: value * (1 + self.error) for name, value in self.known[key].items()}
+
+    def mark(self) -> float:
+        return self.now
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        return float(end - start)
+
+    def close(self) -> None:
+        pass
+
+
+class FakeRunner:
+    """A dense network."""
+
+    def __init__(self, path: Path, arithmetic: str, us: float, error: float = 0.0) -> None:
+        self.path, self.arithmetic, self.us, self.error = path, arithmetic, us, error
+        self.notes: tuple[str, ...] = ()
+        self.inputs = (Binding("input", ("N", 3, 224, 224), "float32"),)
+
+    def session(self, shapes: Any, graph: bool) -> FakeSession:
+        return FakeSession(self.path, self.us, self.error)
+
+
+class FakeStage:
+    """Every layer takes 20 us dense and 5 sparse; the whole model 1000 and 250."""
+
+    gpu, sm, sm_count, versions = "Fake", 90, 132, {"torch": "0"}
+    feeds: Mapping[str, Any] = {"input": np.zeros((1, 3, 224, 224), np.float32)}
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        self.path, self.names, self.dense, self.closed = path, names, FakeRunner(path, "fp32", 1000.0), False
+
+    def layer_times(self, nodes: Mapping[str, SparseConv], replays: int) -> dict[str, Timed]:
+        return {name: Timed(5.0 if name in nodes else 20.0, 0.1) for name in self.names}
+
+    def error(self, layer: str, node: SparseConv, weight: Any, bias: Any) -> float:
+        return 1e-7
+
+    def session(self, nodes: Mapping[str, SparseConv]) -> FakeSession:
+        return FakeSession(self.path, 250.0 if nodes else 1000.0, 1e-6)
+
+    def ceilings(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeBuilders:
+    """csr for every layer, built from nothing."""
+
+    def __init__(self, *_: object) -> None:
+        self.jobs: list[Any] = []
+
+    def __enter__(self) -> FakeBuilders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def search(self, asked: Sequence[Any]) -> list[tuple[Option, ...]]:
+        return [(Option("csr", {}, Prediction(us=4.0, bound="compute", source="a model")),) for _ in asked]
+
+    def build(self, jobs: Sequence[Any]) -> list[Made]:
+        built = []
+        for job in jobs:
+            node = SparseConv(
+                job.layer.name, "csr", job.layer.geometry, Epilogue(), "fp32", (np.zeros(1, np.int32),), ()
+            )
+            built.append(Made(Built(node)))
+        return built
+
+
+@pytest.fixture
+def pretended(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[FakeStage]:
+    """The script on a fake GPU; the stages that it opened."""
+    stages: list[FakeStage] = []
+    loaded = itertools.count()
+
+    def stage_of(reading: Any, *_: object) -> FakeStage:
+        stages.append(FakeStage(reading.model.path, [layer.name for layer in reading.layers]))
+        return stages[-1]
+
+    def runner(bench: Any, unit: Any, path: Path, arithmetic: str) -> tuple[FakeRunner, Path]:
+        next(loaded)
+        assert arithmetic != "fp32"  # that of the stage serves
+        return FakeRunner(path, arithmetic, 400.0, 0.01), path
+
+    monkeypatch.setattr(script, "stage_of", stage_of)
+    monkeypatch.setattr(script, "Builders", FakeBuilders)
+    monkeypatch.setattr(script, "gpu_device", lambda: find("h200"))
+    monkeypatch.setattr(script.Bench, "_runner", runner)
+    brief = Schedule(0.01, 0.0, 4)
+    monkeypatch.setattr(script, "SCHEDULE", brief)
+    monkeypatch.setattr(script, "QUICK", script.replace(script.QUICK, race=brief, final=brief, patience=1))
+    return stages
+
+
+@pytest.mark.parametrize("network", ["mobilenet_v1", "resnet18"])
+def test_a_row_is_checked_measured_and_put_together(
+    script: ModuleType, pretended: list[FakeStage], tmp_path: Path, network: str
+) -> None:
+    row = script.Bench(tmp_path, script.QUICK, 132).row(script.Unit(network, True, 0.9, 1, ("fp32",)))
+    assert row.problems == ()
+    assert [each.arithmetic for each in row.dense] == ["fp32", "tf32", "fp16"]
+    (sparse,) = row.sparse
+    assert sparse.ratios["fp32"].estimate == pytest.approx(4.0, rel=1e-3)
+    assert sparse.ratios["tf32"].estimate == pytest.approx(1.6, rel=1e-3)
+    assert sparse.kernels["csr"] == len(sparse.layers) == {"mobilenet_v1": 27, "resnet18": 20}[network]
+    assert sparse.error == pytest.approx(1e-6, rel=0.5)
+    assert all(stage.closed for stage in pretended)
+
+
+def test_a_sparse_network_that_is_wrong_has_no_time(
+    script: ModuleType, pretended: list[FakeStage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        FakeStage, "session", lambda self, nodes: FakeSession(self.path, 250.0 if nodes else 1000.0, 0.02)
+    )
+    row = script.Bench(tmp_path, script.QUICK, 132).row(script.Unit("resnet18", True, 0.9, 1, ("fp32",)))
+    assert row.sparse == ()
+    assert row.problems == ("sparse fp32: off by 0.02 of the largest output, allowed 0.0001",)
