@@ -29,6 +29,35 @@ BETWEEN = (
 )
 
 
+SMS_PTX = b"""
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry mark(.param .u64 seen)
+{
+.reg .u32 %r<6>;
+.reg .u64 %rd<4>;
+.reg .pred %p;
+ld.param.u64 %rd0, [seen];
+cvta.to.global.u64 %rd1, %rd0;
+mov.u32 %r0, %smid;
+mul.wide.u32 %rd2, %r0, 4;
+add.u64 %rd3, %rd1, %rd2;
+mov.u32 %r1, 1;
+st.global.u32 [%rd3], %r1;
+mov.u32 %r2, %clock;
+stay:
+mov.u32 %r3, %clock;
+sub.u32 %r4, %r3, %r2;
+setp.lt.u32 %p, %r4, 20000;
+@%p bra stay;
+ret;
+}
+"""
+"""Marks the SM it runs on, and stays there for 10 us: a grid of it fills every SM that it may use."""
+MOST_SMS = 1024
+
+
 class Timing(NamedTuple):
     """Microseconds per launch: the median of replays and their range."""
 
@@ -316,6 +345,28 @@ def _check(call: Callable[[], object], y: Any, want: Any, sums: str) -> Checked:
     if not torch.equal(first, y):
         raise WrongResultError("two runs differ")
     return Checked(error, worst)
+
+
+def sms_in_use() -> int:
+    """On how many SMs work launched here runs, on a stream of its own and in a CUDA graph: what confining really came to."""
+    import torch
+
+    from sparsedeploy.plugins.host import Call
+
+    driver = cuda_driver()
+    function = driver.function(driver.load(SMS_PTX), "mark", 0, 1)
+    seen = torch.zeros(MOST_SMS, dtype=torch.int32, device="cuda")
+    call = Call("mark", (4 * MOST_SMS, 1, 1), (1024, 1, 1), 0, 1, False, ((seen.data_ptr(), 8),))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        driver.launch(function, call, stream.cuda_stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            driver.launch(function, call, torch.cuda.current_stream().cuda_stream)
+        graph.replay()
+    torch.cuda.synchronize()
+    return int(seen.sum().item())
 
 
 def _smi(fields: str) -> str:

@@ -50,6 +50,9 @@ from sparsedeploy.verify import tolerance_for
 ARITHMETICS: tuple[Arithmetic, ...] = get_args(Arithmetic)
 SCHEDULE = Schedule(duration_s=0.4, warmup_s=0.15, rounds=16)
 INPUT = "input"
+SM_STEP = 8
+"""Green contexts come in steps: more than asked for, by less than this, may be given."""
+FEW = "{sms} of {all} SMs (a CUDA green context; L2 cache, memory and clocks are the whole GPU's)"
 ANOTHER_NETWORK = 0.1
 """A dense baseline further off, as a share of its largest output, computes something else. TF32 and fp16 are 1–3 % off in deep
 networks of random weights; that is in the row, and no reason to leave the faster rival out."""
@@ -298,16 +301,25 @@ def _row(
     )  # fmt: skip
 
 
-def confine(sms: int) -> None:
-    """Confine this process's CUDA work from now on to `sms` SMs; 0 leaves it all of them."""
+def confine(sms: int) -> int:
+    """Confine this process's CUDA work from now on to `sms` SMs; 0 leaves it all of them. Returns on how many it then ran."""
     if not sms:
-        return
+        return 0
     import torch
     from torch.cuda.green_contexts import GreenContext
 
     torch.zeros(1, device="cuda")
     # Streams that PyTorch makes from here on belong to it, and what is launched on them keeps to its SMs.
     GreenContext.create(sms, 0).set_context()
+    from bench_device import sms_in_use
+
+    found = sms_in_use()
+    if not sms <= found <= sms + SM_STEP:
+        raise SystemExit(
+            f"bench_resnet: asked for {sms} SMs, and a kernel ran on {found} of them. This driver does not confine as asked: rows "
+            "would say something that is not so."
+        )
+    return found
 
 
 def units(args: argparse.Namespace) -> list[Unit]:
@@ -338,9 +350,9 @@ def run(args: argparse.Namespace, command: str) -> None:
         rows=before,
     )  # fmt: skip
     began = time.perf_counter()
-    confine(args.sms)
+    found = confine(args.sms)
     with tempfile.TemporaryDirectory(prefix="networks-") as folder:
-        bench = Bench(Path(folder), settings, args.sms or gpu.sm_count)
+        bench = Bench(Path(folder), settings, found or gpu.sm_count)
         for unit in units(args):
             if time.perf_counter() - began > args.limit_s:
                 print(f"{unit.describe()}: left out, {args.limit_s:g} s are over", flush=True)
@@ -404,7 +416,9 @@ def table(document: Networks) -> str:
         rows = sorted(
             (row for row in document.rows if row.sms == sms), key=lambda row: (row.recipe != "uniform", *_key(row))
         )
-        title = f"{document.machine.gpu}" + ("" if sms == document.machine.sm_count else f", {sms} of its SMs")
+        title = f"{document.machine.gpu}" + (
+            "" if sms == document.machine.sm_count else ", " + FEW.format(sms=sms, all=document.machine.sm_count)
+        )
         parts.append("\n".join([title, "", HEAD, *map(_line, rows)]))
     return "\n\n".join(parts)
 
@@ -435,7 +449,9 @@ def draw(document: Networks, folder: Path, stem: str) -> list[Path]:
                 continue
             _panel(axis, panel, [row for row in rows if (row.network, row.batch) == panel])
         axes.flat[0].legend(fontsize=7)
-        figure.suptitle(f"{document.machine.gpu}, {sms} SMs: whole network, median ms", fontsize=10)
+        whole = sms == document.machine.sm_count
+        where = f"{sms} SMs" if whole else FEW.format(sms=sms, all=document.machine.sm_count)
+        figure.suptitle(f"{document.machine.gpu}, {where}: whole network, median ms", fontsize=10)
         figure.tight_layout()
         path = folder / f"{stem}{'' if sms == document.machine.sm_count else f'_{sms}sms'}.png"
         figure.savefig(path, dpi=110, metadata={"Software": None})

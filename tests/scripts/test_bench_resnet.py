@@ -22,6 +22,7 @@ from sparsedeploy.measure.results import Machine
 from sparsedeploy.measure.stage import Timed
 from sparsedeploy.measure.statistics import Ratio, describe
 from sparsedeploy.measure.timing import Schedule
+from sparsedeploy.plugins.assemble import assemble
 from sparsedeploy.plugins.kernel import Built, Prediction
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.runtime import Binding
@@ -85,7 +86,10 @@ def test_a_baseline_that_was_left_out_leaves_a_gap(script: ModuleType, tmp_path:
 
 def test_few_sms_have_a_table_and_a_picture_of_their_own(script: ModuleType, tmp_path: Path) -> None:
     both = document(script, (132, 16))
-    assert "NVIDIA Test, 16 of its SMs" in script.table(both)
+    assert (
+        "NVIDIA Test, 16 of 132 SMs (a CUDA green context; L2 cache, memory and clocks are the whole GPU's)"
+        in script.table(both)
+    )
     assert [path.name for path in script.draw(both, tmp_path, "nets")] == ["nets.png", "nets_16sms.png"]
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
 
@@ -270,3 +274,41 @@ def test_a_sparse_network_that_is_wrong_has_no_time(
     row = script.Bench(tmp_path, script.QUICK, 132).row(script.Unit("resnet18", True, 0.9, 1, ("fp32",)))
     assert row.sparse == ()
     assert row.problems == ("sparse fp32: off by 0.02 of the largest output, allowed 0.0001",)
+
+
+@pytest.mark.parametrize(("asked", "ran", "holds"), [(16, 16, True), (12, 16, True), (16, 132, False), (16, 8, False)])
+def test_rows_of_few_sms_say_on_how_many_a_kernel_ran(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: int, ran: int, holds: bool
+) -> None:
+    class Context:
+        @staticmethod
+        def create(sms: int, device: int) -> Context:
+            assert sms == asked
+            return Context()
+
+        def set_context(self) -> None:
+            pass
+
+    fake: Any = ModuleType("torch")
+    fake.zeros = lambda *_, **__: None
+    contexts: Any = ModuleType("torch.cuda.green_contexts")
+    contexts.GreenContext = Context
+    for name, module in (
+        ("torch", fake),
+        ("torch.cuda", ModuleType("torch.cuda")),
+        ("torch.cuda.green_contexts", contexts),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("bench_device.sms_in_use", lambda: ran)
+    if holds:
+        assert script.confine(asked) == ran
+    else:
+        with pytest.raises(SystemExit, match=f"asked for {asked} SMs, and a kernel ran on {ran}"):
+            script.confine(asked)
+    assert script.confine(0) == 0
+
+
+def test_the_kernel_that_marks_sms_can_be_assembled() -> None:
+    from bench_device import SMS_PTX
+
+    assert [set(assemble(SMS_PTX, sm).usage) for sm in (75, 90)] == [{"mark"}, {"mark"}]
