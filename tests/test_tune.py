@@ -487,3 +487,22 @@ def test_what_is_predicted_far_beyond_the_measured_dense_time_is_not_built() -> 
     tuned(stage, [layer("fast"), layer("slow", side=7)], thorough, replace(SETTINGS, beyond_dense=math.inf))
     assert {job.layer.name for job in thorough.jobs} == {"fast", "slow"}
     assert Settings().beyond_dense == math.inf
+
+
+def test_where_nothing_pays_yet_it_is_measured_how_far_to_prune() -> None:
+    # 14 = 12 + 0.01 nnz at nnz = 200 of 2304; the layer has 230.
+    stage = FakeStage(["a"], {("*", "packed", 0): 12.0}, dense_us={"a": 14.0})
+    builder = FakeBuilder((("packed", 0),))
+    result = tuned(stage, [layer("a")], builder, replace(SETTINGS, crossover=True))
+    found = result.tuning.layers[0]
+    assert found.choice == DENSE
+    assert found.crossover == pytest.approx(1 - 200 / 2304, abs=0.001)
+    assert found.crossover_how == "interpolated"
+    assert found.reason.endswith(
+        "not faster beyond the noise; on the line through two measured sparsities it pays above 91.3% zeros"
+    )
+    never = FakeStage(["a"], {("*", "packed", 0): 12.0}, dense_us={"a": 11.0})
+    found = tuned(never, [layer("a")], FakeBuilder((("packed", 0),)), replace(SETTINGS, crossover=True)).tuning.layers[
+        0
+    ]
+    assert (found.crossover, found.crossover_how) == (None, "slower at any sparsity")

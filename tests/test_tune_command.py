@@ -19,12 +19,14 @@ from sparsedeploy.convert import Request, convert
 from sparsedeploy.devices import Device, find
 from sparsedeploy.errors import MachineError
 from sparsedeploy.gpu import Gpu
+from sparsedeploy.layer import Geometry
 from sparsedeploy.measure import tune, tune_command
 from sparsedeploy.measure.candidate_build import Job, Made, Option, Search, build_one, search
 from sparsedeploy.measure.stage import Timed
 from sparsedeploy.measure.timing import Schedule
 from sparsedeploy.measure.tune import Settings, Subject, Tuned, tune_on
-from sparsedeploy.measure.tuning import Tuning
+from sparsedeploy.measure.tune_command import crossover_lines
+from sparsedeploy.measure.tuning import TunedLayer, Tuning
 from sparsedeploy.plan import DENSE, Plan
 from sparsedeploy.plugins.node import SparseConv
 from sparsedeploy.profile import load_profile
@@ -284,3 +286,21 @@ def test_an_unknown_kernel_is_told_with_those_there_are(tmp_path: Path, monkeypa
     result = run(str(made(tmp_path)), "--kernel", "bakde")
     assert result.exit_code == 2
     assert "--kernel bakde: no such kernel. This version has packed, csr, baked." in " ".join(result.output.split())
+
+
+def test_the_rooflines_error_is_printed_beside_what_was_measured() -> None:
+    geometry = Geometry(oc=16, ic=16, kh=3, kw=3, h=8, w=8, pads=(1, 1, 1, 1))
+
+    def row(name: str, measured: float | None, roofline: float | None, like: str = "") -> TunedLayer:
+        return TunedLayer(
+            name=name, geometry=geometry, epilogue="", nnz=10, sparsity=0.9, crossover=measured, roofline_crossover=roofline,
+            like=like, reason="",
+        )  # fmt: skip
+
+    layers = (row("a", 0.8, 0.9), row("b", 0.7, 0.4), row("c", 0.7, 0.4, "b"), row("d", None, 0.5), row("e", 0.5, None))
+    tuning = Tuning.model_construct(layers=layers)
+    assert crossover_lines(tuning) == [
+        "roofline's crossovers: off by 20.0 points of sparsity on average over 2 layers that differ; worst b: measured 70.0 %, "
+        "roofline 40.0 %"
+    ]
+    assert crossover_lines(Tuning.model_construct(layers=layers[3:])) == []

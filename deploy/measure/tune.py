@@ -78,7 +78,7 @@ class Settings:
     """Processes that build; None: one per core."""
     replays: int = 30
     crossover: bool = True
-    """Also time every winner with half its nonzeros."""
+    """Also time every layer's fastest with half its nonzeros."""
     patience: int | None = None
     """Stop dropping layers after so many drops in a row that did not help; None: try each."""
     race: Schedule = _RACE
@@ -375,14 +375,18 @@ class _Tuner:
             return self.stage.layer_times(nodes, self.settings.replays)
 
     def _second_sparsity(self) -> None:
-        """Every group's winner with half its nonzeros (the smallest imposed to be zero): the line that the crossover is on."""
-        pairs, weights = [], {}
+        """Every group's fastest with half its nonzeros (the smallest imposed to be zero): the line that the crossover is on.
+        Where nothing pays yet, it tells how far to prune.
+        """
+        pairs, weights, fastest = [], {}, {}
         for group in self.groups:
             head = group[0]
-            if head.name in self.winners and nnz_of(head) >= 2:
+            best = self.winners.get(head.name) or self._fastest(head.name)
+            if best is not None and nnz_of(head) >= 2:
+                fastest[head.name] = best
                 weights[head.name] = _halved(self.subject.weight(head.name)[0])
                 zeros = count_zeros(weights[head.name], head.geometry.group if head.geometry else 1)
-                pairs.append((head.model_copy(update={"zeros": zeros}), self.winners[head.name].option))
+                pairs.append((head.model_copy(update={"zeros": zeros}), best.option))
         jobs = [
             Job(layer, weights[layer.name], self.subject.weight(layer.name)[1], option.kernel, option.config, self.subject.device, self.options)
             for layer, option in pairs
@@ -398,13 +402,17 @@ class _Tuner:
         layers = {layer.name: layer for layer, _ in pairs}
         for group in self.groups:
             name = group[0].name
-            won = self.winners.get(name)
-            if name not in halves or halves[name].node is None or won is None or won.time is None:
+            best = fastest.get(name)
+            if best is None or best.time is None or halves[name].node is None:
                 continue
             far = (layers[name].sparsity, times[name].us)
-            found = crossing(self.dense[name].us, (group[0].sparsity, won.time.us), far)
+            found = crossing(self.dense[name].us, (group[0].sparsity, best.time.us), far)
             self.crossovers.update({layer.name: found for layer in group})
-            self.extra.append(self._point(layers[name], won.option, times[name], predicted=False))
+            self.extra.append(self._point(layers[name], best.option, times[name], predicted=False))
+
+    def _fastest(self, name: str) -> _Tried | None:
+        """Of what was tried and timed, whether it pays or not."""
+        return min((each for each in self.tried.get(name, []) if each.time), key=_us, default=None)
 
     def _decide(self, chosen: Sequence[str], times: Mapping[str, Timed]) -> Tuned:
         stage, settings = self.stage, self.settings
@@ -454,7 +462,7 @@ class _Tuner:
         self, kept: Mapping[str, SparseConv], nodes: Mapping[str, SparseConv], speedup: Ratio | None, dense_ms: float, sparse_ms: float
     ) -> str:  # fmt: skip
         s, where = self.subject, f"on {self.stage.gpu} ({self.subject.precision}, batch {self.subject.batch})"
-        strongest = f"{s.arithmetic} dense, the fastest layout of the runner"
+        strongest = f"{s.arithmetic} dense by PyTorch and cuDNN in their fastest layout and forms"
         if kept and speedup is not None:
             return (
                 f"{len(kept)} of {len(s.layers)} convolutions sparse: {dense_ms:.4g} ms dense, {sparse_ms:.4g} ms tuned {where}, "
@@ -476,7 +484,7 @@ class _Tuner:
         sparse = times.get(name) if won else None
         tried = self.tried.get(name, [])
         if sparse is None:  # nothing pays: the fastest that was tried, to show by how much
-            won = min((each for each in tried if each.time), key=_us, default=None)
+            won = self._fastest(name)
             sparse = won.time if won else None
         found, how = self.crossovers.get(name, (None, ""))
         reason = self.reasons.get(name, "")
@@ -485,6 +493,8 @@ class _Tuner:
                 f"measured {format_us(sparse.us)} us sparse ({won.option.kernel}) against {format_us(dense.us)} us dense in its "
                 f"place on {self.stage.gpu}"
             )
+        elif found is not None and found > layer.sparsity and reason:
+            reason += f"; on the line through two measured sparsities it pays above {found:.1%} zeros"
         roofline = roofline_crossover(layer.geometry, s.device, s.precision, s.batch) if layer.geometry else None
         return TunedLayer(
             name=name, geometry=layer.geometry, epilogue=layer.epilogue.describe(), nnz=nnz_of(layer), sparsity=layer.sparsity,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -209,6 +210,7 @@ def _parts(asked: Asked, tuned: Tuned, done: Conversion, lines: tuple[str, ...])
         for step in tuning.steps
     ]
     found += fit_lines(tuning)
+    found += crossover_lines(tuning)
     found.append(tuning.verdict)
     found.append(f"verified: {verdict(done.verification)}")
     found += lines
@@ -218,6 +220,10 @@ def _parts(asked: Asked, tuned: Tuned, done: Conversion, lines: tuple[str, ...])
             f"--profile {asked.save_profile}`"
         )
     found.append(f"{asked.bundle}: rewritten with the winners; every measurement is in {TUNING}")
+    if tuning.sparse_layers:
+        found.append(
+            f"Next: sparsedeploy bench {shlex.quote(str(asked.bundle))} (against TF32 and fp16 too, with percentiles and copies)"
+        )
     return found
 
 
@@ -227,6 +233,23 @@ def fit_lines(tuning: Tuning) -> list[str]:
         f"cost model of {fit.kernel} ({fit.precision}): mean |ln(measured / predicted)| {fit.mean_abs_log:.2f} over {fit.points} "
         f"points, measured {fit.factor:.2f} of predicted on average; worst {fit.worst}"
         for fit in tuning.fits
+    ]
+
+
+def crossover_lines(tuning: Tuning) -> list[str]:
+    """How far the roofline's crossovers were off, where measured ones lie between two measured sparsities or near them."""
+    pairs = [
+        (layer.crossover, layer.roofline_crossover, layer.name)
+        for layer in tuning.layers
+        if not layer.like and layer.crossover is not None and layer.roofline_crossover is not None
+    ]
+    if not pairs:
+        return []
+    mean = sum(abs(roofline - measured) for measured, roofline, _ in pairs) / len(pairs)
+    worst = max(pairs, key=lambda pair: abs(pair[1] - pair[0]))
+    return [
+        f"roofline's crossovers: off by {100 * mean:.1f} points of sparsity on average over {len(pairs)} layers that differ; worst "
+        f"{worst[2]}: measured {100 * worst[0]:.1f} %, roofline {100 * worst[1]:.1f} %"
     ]
 
 

@@ -63,7 +63,7 @@ def load_torch(model: Path | Model, arithmetic: Arithmetic = "fp32", device: str
     """
     found = load(model) if isinstance(model, Path) else model
     chosen = _device(device)
-    notes: list[str] = [f"PyTorch {torch.__version__}"]
+    notes: list[str] = [f"PyTorch {torch.__version__}{_cudnn(chosen)}"]
     nodes = read_nodes(found)
     if arithmetic == "fp16":
         _make_half(found, nodes)
@@ -81,6 +81,12 @@ def load_torch(model: Path | Model, arithmetic: Arithmetic = "fp32", device: str
         fold_constants(found)
         fold_batchnorm(found)
     return TorchRunner(found, arithmetic, chosen, {} if dense_again else nodes, tuple(notes))
+
+
+def _cudnn(device: torch.device) -> str:
+    """The library behind dense convolutions: what a dense time is worth hangs on its version."""
+    version = torch.backends.cudnn.version() if device.type == "cuda" else None
+    return f", cuDNN {version}" if version else ""
 
 
 def _device(name: str | None) -> torch.device:
