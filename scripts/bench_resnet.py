@@ -52,6 +52,7 @@ SCHEDULE = Schedule(duration_s=0.4, warmup_s=0.15, rounds=16)
 INPUT = "input"
 SM_STEP = 8
 """Green contexts come in steps: more than asked for, by less than this, may be given."""
+_CONFINED: list[object] = []
 FEW = "{sms} of {all} SMs (a CUDA green context; L2 cache, memory and clocks are the whole GPU's)"
 ANOTHER_NETWORK = 0.1
 """A dense baseline further off, as a share of its largest output, computes something else. TF32 and fp16 are 1–3 % off in deep
@@ -310,7 +311,9 @@ def confine(sms: int) -> int:
 
     torch.zeros(1, device="cuda")
     # Streams that PyTorch makes from here on belong to it, and what is launched on them keeps to its SMs.
-    GreenContext.create(sms, 0).set_context()
+    context = GreenContext.create(sms, 0)
+    _CONFINED.append(context)  # freed with its last reference, and everything launched in it then fails
+    context.set_context()
     from bench_device import sms_in_use
 
     found = sms_in_use()

@@ -280,10 +280,16 @@ def test_a_sparse_network_that_is_wrong_has_no_time(
 def test_rows_of_few_sms_say_on_how_many_a_kernel_ran(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: int, ran: int, holds: bool
 ) -> None:
+    alive = []
+
     class Context:
+        def __del__(self) -> None:
+            alive.clear()
+
         @staticmethod
         def create(sms: int, device: int) -> Context:
             assert sms == asked
+            alive.append(sms)
             return Context()
 
         def set_context(self) -> None:
@@ -302,6 +308,7 @@ def test_rows_of_few_sms_say_on_how_many_a_kernel_ran(
     monkeypatch.setattr("bench_device.sms_in_use", lambda: ran)
     if holds:
         assert script.confine(asked) == ran
+        assert alive == [asked]
     else:
         with pytest.raises(SystemExit, match=f"asked for {asked} SMs, and a kernel ran on {ran}"):
             script.confine(asked)
