@@ -113,6 +113,8 @@ class Work:
     cluster_bytes: float = 0.0
     planes_bytes: float = 0.0
     """Partial sums written and read again through memory."""
+    ahead_bytes: float = 0.0
+    """Read and written by a launch of its own that gathers the input first."""
     launches: int = 1
     """Launches that the blocks are dealt to, one starting after the other."""
 
@@ -214,6 +216,9 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
     if work.planes_bytes:
         combine += work.planes_bytes / (c.l2_tbs * 1e6) + c.sync_us + c.launch_us
     fixed = c.launch_us + c.start_us + (work.launches - 1) * c.chain_us
+    if work.ahead_bytes:
+        fits = work.ahead_bytes < c.l2_mb * 1e6 * 0.5
+        fixed += c.chain_us + c.latency_us + work.ahead_bytes / ((c.l2_tbs if fits else c.hbm_tbs) * 1e6)
     return fixed + body + drain + combine, "launch" if fixed > body else bound
 
 

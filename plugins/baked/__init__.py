@@ -25,7 +25,7 @@ from sparsedeploy.plugins.baked.choose import (
     smallest,
     to_config,
 )
-from sparsedeploy.plugins.baked.emit import SUM_THREADS, Entry, module
+from sparsedeploy.plugins.baked.emit import GATHER_THREADS, SUM_THREADS, Entry, gather_pixels, module
 from sparsedeploy.plugins.baked.measured import MEASURED_DENSITY, Winner, winner
 from sparsedeploy.plugins.baked.read import read_weights
 from sparsedeploy.plugins.baked.schedule import Nonzeros, Piece, Schedule, nonzeros, parts, pieces
@@ -105,8 +105,18 @@ def _plan(
         g = s.geometry
         planes = s.combine == "planes"
         residual: list[ArgKind] = ["residual"] if node.has_residual else []
-        names: list[ArgKind] = ["input", "workspace" if planes else "output", *([] if planes else residual), "N"]
+        names: list[ArgKind] = ["workspace" if s.gather else "input", "workspace" if planes else "output", *([] if planes else residual), "N"]
         ops = []
+        workspace = const(0)
+        if s.gather:
+            pixels = var("N") * (g.ic * g.oh * g.ow)
+            workspace = pixels * s.global_bytes
+            ops.append(
+                Launch(
+                    f"{entry.name}_gather", (pixels.ceil_div(gather_pixels(s)), const(1), const(1)), (GATHER_THREADS, 1, 1),
+                    (Arg("input"), Arg("workspace"), Arg("N")),
+                )
+            )  # fmt: skip
         for number, part in enumerate(cut):
             shared = _shared_bytes(s, part, archs)
             if shared > shared_limit(archs):
@@ -119,7 +129,6 @@ def _plan(
                     tuple(Arg(name) for name in names), shared, cluster=s.cluster, dependent=s.dependent,
                 )
             )  # fmt: skip
-        workspace = const(0)
         if planes:
             outputs = var("N") * (g.oc * g.oh * g.ow)
             workspace = outputs * (4 * s.splits)

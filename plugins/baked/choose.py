@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from sparsedeploy.layer import Geometry, Precision
-from sparsedeploy.plugins.baked.schedule import Combine, Mode, Pair, Schedule, flatten
+from sparsedeploy.plugins.baked.schedule import Combine, Mode, Pair, Schedule, compiled
 from sparsedeploy.plugins.cost import Ceilings, Work, resident, slots, time_us
 from sparsedeploy.plugins.kernel import Config
 
@@ -44,7 +44,7 @@ def from_config(geometry: Geometry, precision: Precision, config: Config) -> Sch
     """The schedule that a configuration names; raises ValueError for a name it does not know."""
     known = {
         "sums", "pair_rows", "channels", "splits", "combine", "mates", "pieces_first", "pixels", "rows", "columns", "stage_channels",
-        "ring", "min_blocks", "step", "dependent", "sync", "parts",
+        "ring", "min_blocks", "step", "dependent", "sync", "parts", "gather",
     }  # fmt: skip
     unknown = set(config) - known
     if unknown:
@@ -52,9 +52,11 @@ def from_config(geometry: Geometry, precision: Precision, config: Config) -> Sch
     mode = mode_of(precision, config)
     pair: Pair = "none" if mode != "h2" else "row" if config.get("pair_rows", 0) else "image"
     c = config.get
+    seen, origin = compiled(geometry, pair)
+    combine = _COMBINES[c("combine", 0)]
     return Schedule(
-        geometry=geometry if pair == "row" else flatten(geometry), mode=mode, pair=pair, channels=c("channels", 64),
-        splits=c("splits", 1), combine=_COMBINES[c("combine", 0)], mates=c("mates", 1), pieces_first=bool(c("pieces_first", 0)),
+        geometry=seen, origin=origin, gather=bool(c("gather", 0)) and origin is not None and combine != "planes", mode=mode, pair=pair, channels=c("channels", 64),
+        splits=c("splits", 1), combine=combine, mates=c("mates", 1), pieces_first=bool(c("pieces_first", 0)),
         pixels=c("pixels", 256), rows=c("rows", 1), columns=c("columns", 0), stage_channels=c("stage_channels", 4),
         ring=c("ring", 3), min_blocks=c("min_blocks", 1), step=c("step", 0), dependent=bool(c("dependent", 0)),
         sync=c("sync", 0), parts=c("parts", 0),
@@ -69,6 +71,8 @@ def to_config(s: Schedule) -> Config:
         "stage_channels": s.stage_channels, "ring": s.ring, "min_blocks": s.min_blocks, "step": s.step,
         "dependent": int(s.dependent), "sync": s.sync, "parts": s.parts,
     }  # fmt: skip
+    if s.origin is not None:
+        config["gather"] = int(s.gather)
     if s.mode != "f32":
         config |= {"sums": 32 if s.mode == "hf" else 16, "pair_rows": int(s.pair == "row")}
     return config
@@ -128,7 +132,7 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     tiles = s.tiles().value({"N": batch})
     blocks = -(-tiles // s.mates) * s.mates * s.splits * groups
     sums = oc * s.rows * s.threads * 4
-    fill = input_rows * moved * ic_part * s.global_bytes * (2 if half else 1) * tiles * s.splits * groups
+    fill = input_rows * moved * ic_part * s.global_bytes * (2 if half else 1) * tiles * s.splits * groups * s.sector_share
     row_bytes = (s.input_cols + s.chunk) * s.shared_bytes + 64
     # A layer of few input channels has them all in two slots at most.
     ring = int(min(s.stage_channels * s.ring_slots, 2 * ic_part) * (input_rows + 1) * row_bytes)
@@ -139,10 +143,18 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     return Work(
         blocks=blocks, threads=s.threads, registers=registers(s, oc), shared_bytes=shared, instructions=instructions,
         heaviest=instructions * 1.03, loads=loads, pieces=groups * s.splits, fill_bytes=fill,
-        read_bytes=batch * g.ic * g.h * g.w * s.global_bytes, write_bytes=output * s.global_bytes, cluster=s.cluster,
+        read_bytes=batch * g.ic * g.h * g.w * s.global_bytes * s.sector_share, ahead_bytes=_gathered(s, batch), write_bytes=output * s.global_bytes, cluster=s.cluster,
         stages=stages, ahead=max(1, s.ring_slots - 1), cluster_bytes=blocks * sums * (s.splits - 1) / s.splits if s.combine == "cluster" else 0.0,
         planes_bytes=2.0 * s.splits * output * 4 if s.combine == "planes" else 0.0, launches=part_count(s, nnz),
     )  # fmt: skip
+
+
+def _gathered(s: Schedule, batch: int) -> float:
+    """Bytes that a gathering launch reads and writes."""
+    if not s.gather:
+        return 0.0
+    g = s.geometry
+    return batch * g.ic * g.h * g.w * s.global_bytes * (1 + replace(s, gather=False).sector_share)
 
 
 def registers(s: Schedule, oc: int) -> int:
@@ -168,8 +180,8 @@ def candidates(
     """Schedules worth predicting."""
     for mode in ("f32",) if precision == "fp32" else tuple("h2" if bits == 16 else "hf" for bits in sums):
         pair: Pair = "none" if mode != "h2" else "image" if batch > 1 else "row"
-        g = geometry if pair == "row" else flatten(geometry)
-        base = Schedule(g, mode, pair=pair, use_async=asynchronous, step=0)
+        g, origin = compiled(geometry, pair)
+        base = Schedule(g, mode, pair=pair, use_async=asynchronous, step=0, origin=origin)
         small = density * g.oc * (g.ic // g.group) * g.kh * g.kw <= _SHARED_CODE
         for rows in (1, 2) if density < 0.06 and g.oh > 1 else (1,):
             for columns in _columns(g):
@@ -304,6 +316,8 @@ def portable(s: Schedule, archs: tuple[int, ...]) -> Schedule:
     """
     if min(archs) < 90:
         s = replace(s, combine="planes" if s.combine == "cluster" else s.combine, mates=1, dependent=False, sync=0)
+    if s.combine == "planes":  # the partial sums have the workspace
+        s = replace(s, gather=False)
     oc = groups_of(s.geometry, s.channels)[1]
     limit = shared_limit(archs)
     # Architectures without cp.async use two slots; the larger need counts.
@@ -321,12 +335,12 @@ def smallest(
     """A schedule that fits everywhere: few channels, few pixels; raises ValueError where even that does not fit."""
     mode: Mode = "f32" if precision == "fp32" else "h2" if sums[0] == 16 else "hf"
     pair: Pair = "none" if mode != "h2" else "image" if batch > 1 else "row"
-    g = geometry if pair == "row" else flatten(geometry)
+    g, origin = compiled(geometry, pair)
     for columns in (0, 64, 32, 16, 8):
         for pixels in (128, 64, 32):
             s = Schedule(
                 g, mode, pair=pair, channels=16, pixels=pixels, columns=min(columns, g.ow), stage_channels=1, ring=2, step=0,
-                use_async=asynchronous,
+                use_async=asynchronous, origin=origin,
             )  # fmt: skip
             if s.ring_bytes <= limit:
                 return s

@@ -1,8 +1,9 @@
 """PTX text of one pruned convolution: what the code looks like, and how to read it back.
 
 One module per (architecture, activation dtype); one `.visible .entry` per schedule (a schedule serves a range of N), or
-one for each of its parts, which are launched one after another (NAME_0, NAME_1, ...), and, where input-channel splits are
-summed by a further launch, one entry `NAME_sum`. Text is deterministic.
+one for each of its parts, which are launched one after another (NAME_0, NAME_1, ...), where input-channel splits are
+summed by a further launch, one entry `NAME_sum`, and, where a strided 1x1 convolution's input is copied densely ahead, one
+entry `NAME_gather`. Text is deterministic.
 
 Parts overlap where launches are dependent: part 0 waits for the kernel ahead before it lets part 1 start, so that part 1
 may read its input at once; part 1 waits for part 0 at its end, so that who waits for the last part has waited for all.
@@ -22,7 +23,7 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
                mul.wide.u32 mul.wide.s32 add.s64 shl.b32 selp.b32
   predicates   setp.lt.u32  setp.lt.and.u32 %p, a, b, %q
   control      bra ret bar.sync 0
-  global       ld.global.{b16,u16,b32,v2.b32,v4.b32,f32}  st.global.{b16,b32,f32}       addresses [%reg+imm]; u16 goes to a .b32 register
+  global       ld.global.{b16,u16,b32,v2.b32,v4.b32,f32}  st.global.{b16,b32,v2.b32,f32}       addresses [%reg+imm]; u16 goes to a .b32 register
   shared       ld.shared.{b16,b32,f32}  st.shared.{u16,b32,v2.b32,v4.b32}             addresses [%reg+imm]
   async        cp.async.ca.shared.global (4, 8 bytes)  cp.async.cg.shared.global (16 bytes), with a source size of 0 for
                padding: [%to+imm], [%from+imm], BYTES, %size    cp.async.commit_group
@@ -43,8 +44,11 @@ Modes (in the entry's comment):
 
 Markers and conventions that make the weights recoverable from the text alone:
   `// baked 1 ic=.. oc=.. kh=.. kw=.. stride=sh,sw dilation=dh,dw pads=t,l,b,r h=.. w=.. group=..`   once, after .address_size
-       (the geometry as compiled: a 1x1 convolution of stride 1 without pads is flattened to h=1, w=H*W)
+       (the geometry as compiled: a 1x1 convolution of stride 1 without pads is flattened to h=1, w=H*W; one of a larger
+       stride is compiled as the dense one of its output's size, followed by `view=H,W,sh,sw`, what it is a view of)
   `// entry NAME of=NAME part=I parts=K mode=.. pair=none|image|row rows=P splits=KS pixels=T strip=COLUMNS stage=BYTES plane=BYTES pitch=BYTES element=BYTES`
+       (and, of a view, `input=strided`: blocks pick its elements, or `input=gathered`: they read what the entry NAME_gather,
+       announced by `// gather NAME`, left in the workspace)
        before each entry; the K parts of one `of` carry the weights together. Bytes are shared-memory strides: ring slot, channel, input row, pixel. COLUMNS: see Schedule.
   `// piece g ks ic=LO..HI oc=a,b,c`   at each piece's label; HI exclusive; channels are absolute (of the whole input).
   `// stage ic=LO..HI slot=K`          ahead of each stage's arithmetic.
@@ -117,17 +121,24 @@ def module(
         f".target sm_{arch}",
         ".address_size 64",
         f"// baked 1 ic={g.ic} oc={g.oc} kh={g.kh} kw={g.kw} stride={_list(g.stride)} dilation={_list(g.dilation)} "
-        f"pads={_list(g.pads)} h={g.h} w={g.w} group={g.group}",
+        f"pads={_list(g.pads)} h={g.h} w={g.w} group={g.group}{_view(entries[0].schedule)}",
         ".extern .shared .align 16 .b8 smem[];",
     ]
     by_channel = _by_channel(weights)
     for entry in entries:
         cut = parts(entry.schedule, pieces(entry.schedule, weights))
+        if entry.schedule.gather:
+            out += _gather_entry(entry)
         for number in range(len(cut)):
             out += _Writer(entry, by_channel, cut, number, bias, epilogue).text()
         if entry.schedule.combine == "planes":
             out += _sum_entry(entry, epilogue)
     return "\n".join(out) + "\n"
+
+
+def _view(s: Schedule) -> str:
+    o = s.origin
+    return f" view={o.h},{o.w},{_list(o.stride)}" if o else ""
 
 
 def _list(values: Iterable[int]) -> str:
@@ -160,6 +171,7 @@ class _Writer:
         self.g, self.bias, self.epilogue = entry.schedule.geometry, bias, epilogue
         self.lines: list[str] = []
         self.plane_out = self.g.oh * self.g.ow
+        self.channel_bytes = self.s.source.h * self.s.source.w * self.s.global_bytes
         self.largest = max(len(piece.oc) for piece in self.pieces)
         self.aliased = entry.schedule.aliased(self.largest)
         clustered, residual = entry.schedule.combine == "cluster", epilogue.residual != "none"
@@ -206,7 +218,7 @@ class _Writer:
         head = [
             f"// entry {self.name} {self.said} mode={s.mode} pair={s.pair} rows={s.rows} splits={s.splits} "
             f"pixels={s.pixels} strip={s.strip} stage={s.slot_bytes} plane={s.plane_bytes} pitch={s.pitch_bytes} "
-            f"element={s.shared_bytes}",
+            f"element={s.shared_bytes}{_input(s)}",
             f".visible .entry {self.name}({', '.join(parameters)})",
             f".maxntid {s.threads}, 1, 1",
             *([f".minnctapersm {s.min_blocks}"] if s.min_blocks > 1 else []),
@@ -355,9 +367,14 @@ class _Writer:
             self.op(f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}")
         else:
             self.op(f"setp.lt.and.u32 {load}, %r9, {g.h}, {load}")
-        channel = g.h * g.w * s.global_bytes
+        channel = self.channel_bytes
         self.op(f"mul.wide.u32 %g{slot}, %r7, {g.ic * channel}", f"add.s64 %g{slot}, %g{slot}, %q0")
-        self.op(f"mad.lo.u32 %r9, %r9, {g.w}, %r6", f"mul.lo.u32 %r9, %r9, {s.global_bytes}")
+        self.op(f"mad.lo.u32 %r9, %r9, {g.w}, %r6")
+        if s.source is not g:  # the pixel's place among every sh-th row and sw-th column
+            (sh, sw), of = s.source.stride, s.source
+            self.op(f"div.u32 %r10, %r9, {of.ow}", f"rem.u32 %r9, %r9, {of.ow}")
+            self.op(f"mul.lo.u32 %r9, %r9, {sw}", f"mad.lo.u32 %r9, %r10, {sh * of.w}, %r9")
+        self.op(f"mul.lo.u32 %r9, %r9, {s.global_bytes}")
         if s.phases > 1:
             self.op(f"mad.lo.u32 %r9, {phase}, {channel}, %r9")
         # Signed: a row above the image has a negative offset. It is never read, but its pair's second row may be.
@@ -365,7 +382,8 @@ class _Writer:
         if s.asynchronous:
             self.op(f"selp.b32 %u{3 * slot + 2}, {s.chunk * s.global_bytes}, 0, {load}")
         if s.pair != "none":
-            distance = g.ic * channel if s.pair == "image" else s.pair_rows * g.w * s.global_bytes
+            row = s.source.w * (1 if s.source is g else s.source.stride[0])
+            distance = g.ic * channel if s.pair == "image" else s.pair_rows * row * s.global_bytes
             self.op(f"add.s64 %z{slot}, %g{slot}, {distance}")
 
     def _pixel(self) -> None:
@@ -499,7 +517,7 @@ class _Writer:
     def _copy_async(self, channels: Sequence[int], slot: int) -> None:
         s = self.s
         size = s.chunk * s.global_bytes
-        plane = self.g.h * self.g.w * s.global_bytes
+        plane = self.channel_bytes
         for c in range(0, len(channels), s.phases):
             for k in range(s.slots):
                 guard = self._tail(k, c, len(channels), f"%k{k}")
@@ -542,7 +560,7 @@ class _Writer:
     def _fetch(self, channels: Sequence[int]) -> None:
         """Global memory to registers %d."""
         s = self.s
-        plane = self.g.h * self.g.w * s.global_bytes
+        plane = self.channel_bytes
         for c, k, at in self._loads(channels):
             offset = (channels[0] + c) * plane
             parts = [(f"%g{k}", f"%l{k}"), (f"%z{k}", f"%m{k}")]
@@ -826,6 +844,10 @@ class _Writer:
         self._finish_pair(oc, j, ("%o4", "%o5"))
 
 
+def _input(s: Schedule) -> str:
+    return "" if s.origin is None else " input=gathered" if s.gather else " input=strided"
+
+
 def _plain(e: Epilogue) -> bool:
     return e.activation == "none" and e.residual == "none"
 
@@ -863,6 +885,77 @@ def _after(e: Epilogue, source: str, residual: str) -> list[str]:
 
 
 SUM_THREADS = 256
+GATHER_THREADS = 256
+_GATHER_ITEMS = 4
+"""Items of a thread of the gathering launch, all loaded ahead of the first store: a latency of HBM needs some 20 KB in
+flight on every SM."""
+
+
+def gather_pixels(s: Schedule) -> int:
+    """Output elements of a block of the gathering launch."""
+    return GATHER_THREADS * _GATHER_ITEMS * _item(s)
+
+
+def _item(s: Schedule) -> int:
+    """Neighbouring elements that a thread gathers at once."""
+    return 2 if s.origin is not None and s.origin.ow % 2 == 0 else 1
+
+
+def _gather_entry(entry: Entry) -> list[str]:
+    """Copies every sh-th row and sw-th column of the input to the workspace: [N, ic, oh, ow], dense."""
+    s = entry.schedule
+    if s.origin is None:
+        raise ValueError(f"{entry.name}: only a strided 1x1 convolution gathers its input")
+    g, size, item = s.origin, s.global_bytes, _item(s)
+    (sh, sw), per_block = g.stride, gather_pixels(s)
+    wide = item == 2 and sw == 2 and g.w % 4 == 0
+    half = size == 2
+    ops = [
+        *(["griddepcontrol.launch_dependents"] if s.dependent else []),
+        "ld.param.u64 %q0, [x]", "ld.param.u64 %q1, [y]", "ld.param.u32 %r3, [n]",
+        "cvta.to.global.u64 %q0, %q0", "cvta.to.global.u64 %q1, %q1",
+        "mov.u32 %r0, %tid.x", "mov.u32 %r1, %ctaid.x", f"mul.lo.u32 %r0, %r0, {item}", f"mad.lo.u32 %r0, %r1, {per_block}, %r0",
+        f"mul.lo.u32 %r2, %r3, {g.ic * g.oh * g.ow}", f"mul.wide.u32 %q2, %r0, {size}", "add.s64 %q1, %q1, %q2",
+    ]  # fmt: skip
+    stores: list[str] = []
+    for k in range(_GATHER_ITEMS):
+        step = k * GATHER_THREADS * item
+        ops += [
+            f"add.s32 %r4, %r0, {step}", f"setp.lt.u32 %p{k}, %r4, %r2",
+            f"div.u32 %r5, %r4, {g.ow}", f"rem.u32 %r4, %r4, {g.ow}", f"mul.lo.u32 %r4, %r4, {sw}",
+        ]  # fmt: skip
+        if g.oh * sh == g.h:
+            ops.append(f"mul.wide.u32 %q2, %r5, {sh * g.w * size}")
+        else:
+            ops += [
+                f"div.u32 %r6, %r5, {g.oh}", f"rem.u32 %r5, %r5, {g.oh}", f"mad.lo.u32 %r4, %r5, {sh * g.w}, %r4",
+                f"mul.wide.u32 %q2, %r6, {g.h * g.w * size}",
+            ]  # fmt: skip
+        ops += [f"mul.wide.u32 %q3, %r4, {size}", "add.s64 %q2, %q2, %q3", "add.s64 %q2, %q2, %q0"]
+        d, to = 4 * k, f"@%p{k} st.global"
+        at = f"[%q1+{step * size}]"
+        if wide and half:
+            ops.append(f"@%p{k} ld.global.v2.b32 {{%d{d}, %d{d + 1}}}, [%q2+0]")
+            stores += [f"@%p{k} prmt.b32 %d{d}, %d{d}, %d{d + 1}, 0x5410", f"{to}.b32 {at}, %d{d}"]
+        elif wide:
+            ops.append(f"@%p{k} ld.global.v4.b32 {{%d{d}, %d{d + 1}, %d{d + 2}, %d{d + 3}}}, [%q2+0]")
+            stores.append(f"{to}.v2.b32 {at}, {{%d{d}, %d{d + 2}}}")
+        else:
+            name, kind = ("%h", "b16") if half else ("%d", "b32")
+            for i in range(item):
+                ops.append(f"@%p{k} ld.global.{kind} {name}{d + i}, [%q2+{i * sw * size}]")
+                stores.append(f"{to}.{kind} [%q1+{(step + i) * size}], {name}{d + i}")
+    return [
+        f"// gather {entry.name}",
+        f".visible .entry {entry.name}_gather(.param .u64 x, .param .u64 y, .param .u32 n)",
+        f".maxntid {GATHER_THREADS}, 1, 1",
+        "{",
+        f".reg .b16 %h<{4 * _GATHER_ITEMS}>; .reg .b32 %d<{4 * _GATHER_ITEMS}>; .reg .b32 %r<7>; .reg .b64 %q<4>; .reg .pred %p<{_GATHER_ITEMS}>;",
+        *[f"{op};" for op in (*ops, *stores)],
+        "ret;",
+        "}",
+    ]
+
 
 
 def _sum_entry(entry: Entry, epilogue: Epilogue) -> list[str]:

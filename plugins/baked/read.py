@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 
 _HEADER = re.compile(
     r"// baked 1 ic=(\d+) oc=(\d+) kh=(\d+) kw=(\d+) stride=(\d+),(\d+) dilation=(\d+),(\d+) "
-    r"pads=(\d+),(\d+),(\d+),(\d+) h=(\d+) w=(\d+) group=(\d+)$"
+    r"pads=(\d+),(\d+),(\d+),(\d+) h=(\d+) w=(\d+) group=(\d+)(?: view=(\d+),(\d+),(\d+),(\d+))?$"
 )
 _ENTRY = re.compile(r"// entry (\S+)((?: \w+=[\w$,]+)+)$")
 _PIECE = re.compile(r"// piece (\d+) (\d+) ic=(\d+)\.\.(\d+) oc=([\d,]+)$")
@@ -113,6 +113,8 @@ class ReadImage:
     """Whether weights were rounded to fp16."""
     launches: tuple[tuple[str, ...], ...] = ()
     """For every schedule the entries that compute the layer together, in order."""
+    view: tuple[int, ...] = ()
+    """Height, width and strides of the input that `geometry` is a dense view of; () where it is the input itself."""
 
 
 def read_image(ptx: bytes | str) -> ReadImage:
@@ -122,17 +124,22 @@ def read_image(ptx: bytes | str) -> ReadImage:
     current: _Reading | None = None
     done: list[_Reading] = []
     announced: str | None = None
+    view: tuple[int, ...] = ()
+    gathers: set[str] = set()
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("// baked "):
             if geometry is not None:
                 _fail(number, line, "a second header")
-            geometry = _read_header(number, line)
+            geometry, view = _read_header(number, line)
         elif line.startswith("// entry "):
             if geometry is None or current is not None:
                 _fail(number, line, "an entry outside of its place")
             current = _open(number, line, geometry, done[-1] if done else None)
-        elif line.startswith(("// sum ",)):
-            announced = line.split()[2] + "_sum"
+            _check_input(number, line, current, bool(view), gathers)
+        elif line.startswith(("// sum ", "// gather ")) and current is None:
+            kind, name = line.split()[1:3]
+            announced = f"{name}_{kind}"
+            gathers |= {name} if kind == "gather" else set()
         elif match := _VISIBLE.match(line):
             expected = current.layout.name if current else announced
             if match.group(1) != expected:
@@ -147,7 +154,17 @@ def read_image(ptx: bytes | str) -> ReadImage:
             _read_line(number, line, current)
     if geometry is None or not done or current is not None:
         raise ValueError("the PTX has no `// baked 1` header, no entry, or an entry that does not end")
-    return _agree([_finish(reading) for reading in done])
+    return replace(_agree([_finish(reading) for reading in done]), view=view)
+
+
+def _check_input(number: int, line: str, reading: _Reading, view: bool, gathers: set[str]) -> None:
+    """An entry says what it reads where the text is of a view; one of gathered input is run behind what gathers it."""
+    said = re.search(r" input=(\w+)", line)
+    kind = said.group(1) if said else ""
+    if kind not in (("strided", "gathered") if view else ("",)) or (kind == "gathered") != (reading.of in gathers):
+        _fail(number, line, "an entry that does not say which input it reads, or reads what nothing gathers")
+    if kind == "gathered" and len(reading.names) == 1:
+        reading.names.insert(0, f"{reading.of}_gather")
 
 
 def read_weights(node: SparseConv) -> tuple[Floats, Floats | None]:
@@ -195,6 +212,14 @@ def _same_bits(a: Floats, b: Floats) -> bool:
 def _check_geometry(node: SparseConv, name: str, read: ReadImage) -> None:
     mine, other = node.geometry, read.geometry
     fields: tuple[str, ...] = ("oc", "ic", "kh", "kw", "stride", "group")
+    if read.view:
+        if read.view != (mine.h, mine.w, *mine.stride) or any(mine.pads) or (mine.kh, mine.kw) != (1, 1):
+            raise ValueError(
+                f"{node.layer}: image {name} was made for a 1x1 convolution of every ({read.view[2]}, {read.view[3]})-th pixel "
+                f"of {read.view[0]}x{read.view[1]}, the node says {mine.kh}x{mine.kw}, stride {mine.stride} on {mine.h}x{mine.w}"
+            )
+        mine = mine.model_copy(update={"h": mine.oh, "w": mine.ow, "stride": (1, 1), "dilation": (1, 1)})
+        other = other.model_copy(update={"dilation": (1, 1)})
     flattened = (other.h, other.w) == (1, mine.h * mine.w) and (mine.kh, mine.kw) == (1, 1)
     if not flattened:
         fields += ("h", "w", "pads", "dilation")
@@ -216,14 +241,16 @@ def _check_plan(node: SparseConv, name: str, dtype: str, read: ReadImage) -> Non
             )
 
 
-def _read_header(number: int, line: str) -> Geometry:
+def _read_header(number: int, line: str) -> tuple[Geometry, tuple[int, ...]]:
     match = _HEADER.match(line)
     if not match:
         _fail(number, line, "a header of another form or version")
-    ic, oc, kh, kw, sh, sw, dh, dw, top, left, bottom, right, h, w, group = (int(part) for part in match.groups())
-    return Geometry(
+    ic, oc, kh, kw, sh, sw, dh, dw, top, left, bottom, right, h, w, group = (int(part) for part in match.groups()[:15])
+    view = tuple(int(part) for part in match.groups()[15:] if part is not None)
+    geometry = Geometry(
         oc=oc, ic=ic, kh=kh, kw=kw, h=h, w=w, stride=(sh, sw), pads=(top, left, bottom, right), dilation=(dh, dw), group=group,
     )  # fmt: skip
+    return geometry, view
 
 
 def _open(number: int, line: str, g: Geometry, before: _Reading | None) -> _Reading:
@@ -243,7 +270,8 @@ def _open(number: int, line: str, g: Geometry, before: _Reading | None) -> _Read
     if part == 0:
         empty = np.full(g.oc, np.nan), np.zeros((g.oc, g.ic // g.group), np.bool_)
         return _Reading(g, layout, *empty, names=[layout.name], of=of, parts=parts)
-    if before is None or (before.of, before.parts, len(before.names)) != (of, parts, part):
+    read = 0 if before is None else len(before.names) - (before.names[0] == f"{of}_gather")
+    if before is None or (before.of, before.parts, read) != (of, parts, part):
         _fail(number, line, f"part {part} of {parts} out of its place")
     if (before.layout.mode, before.layout.rows, before.layout.splits) != (layout.mode, layout.rows, layout.splits):
         _fail(number, line, "a part unlike the one before")
@@ -455,8 +483,9 @@ def _pair(number: int, line: str, bits: int) -> float:
 
 def _finish(reading: _Reading) -> ReadImage:
     layout = reading.layout
-    if len(reading.names) != reading.parts:
-        raise ValueError(f"entry {reading.of}: {len(reading.names)} of its {reading.parts} parts are there")
+    read = len(reading.names) - (reading.names[0] == f"{reading.of}_gather")
+    if read != reading.parts:
+        raise ValueError(f"entry {reading.of}: {read} of its {reading.parts} parts are there")
     if np.isnan(reading.bias).any():
         raise ValueError(
             f"entry {layout.name}: no piece computes output channel {int(np.isnan(reading.bias).argmax())}"

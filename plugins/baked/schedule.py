@@ -58,6 +58,22 @@ def flatten(geometry: Geometry) -> Geometry:
     return g.model_copy(update={"h": 1, "w": g.h * g.w, "dilation": (1, 1)})
 
 
+def strided(geometry: Geometry) -> bool:
+    """Whether a convolution is a dense 1x1 one of every stride-th row and column of its input."""
+    g = geometry
+    return (g.kh, g.kw) == (1, 1) and g.stride != (1, 1) and not any(g.pads)
+
+
+def compiled(geometry: Geometry, pair: Pair) -> tuple[Geometry, Geometry | None]:
+    """(geometry as compiled, the layer's own where that is a dense view of a strided 1x1 convolution, else None).
+
+    Row pairs need the map's rows; everything else takes a 1x1 convolution as one row of pixels.
+    """
+    g = geometry
+    seen = g.model_copy(update={"h": g.oh, "w": g.ow, "stride": (1, 1), "dilation": (1, 1)}) if strided(g) else g
+    return seen if pair == "row" else flatten(seen), g if strided(g) else None
+
+
 @dataclass(frozen=True)
 class Schedule:
     """One way to run a layer. Sizes are in output pixels unless the name says bytes.
@@ -102,6 +118,10 @@ class Schedule:
     parts: int = 0
     """Launches that the groups of output channels are dealt to, each an entry of its own: ptxas takes more than twice
     as long for an entry of twice the code, and works on several entries at once. 0: as many as that asks for."""
+    origin: Geometry | None = None
+    """The layer's own geometry, where `geometry` is the dense view of a strided 1x1 convolution (see `compiled`)."""
+    gather: bool = False
+    """A launch ahead copies the view to the workspace, densely; else every block picks its elements from the input."""
 
     # ---- the tile grid ----
     @property
@@ -211,6 +231,20 @@ class Schedule:
         return self.half_rows * self.geometry.stride[0]
 
     # ---- how a tile is loaded ----
+    @property
+    def source(self) -> Geometry:
+        """What the loader reads: its size in memory, and the steps from one pixel of `geometry` to the next."""
+        return self.geometry if self.origin is None or self.gather else self.origin
+
+    @cached_property
+    def sector_share(self) -> float:
+        """Bytes that a fill fetches, in sectors of 32, for one byte that it keeps."""
+        if self.source is self.geometry:
+            return 1.0
+        g = self.source
+        at = np.arange(g.oh)[:, None] * g.stride[0] * g.w + np.arange(g.ow) * g.stride[1]
+        return len(np.unique(at * self.global_bytes // 32)) * 32 / (at.size * self.global_bytes)
+
     @cached_property
     def chunk(self) -> int:
         """Elements that one load moves: 16 bytes where rows allow it."""
@@ -218,6 +252,8 @@ class Schedule:
         step = (
             self.geometry.w if self.strips == 1 else int(np.gcd(self.geometry.w, self.strip * self.geometry.stride[1]))
         )
+        if self.source is not self.geometry:  # a chunk is of one row, whose pixels lie beside each other
+            step = int(np.gcd.reduce((step, self.source.ow, self.source.w))) if self.source.stride[1] == 1 else 1
         return next(v for v in (8, 4, 2, 1) if v <= widest and step % v == 0)
 
     @property
