@@ -414,8 +414,13 @@ def summary(diagnosis: Diagnosis) -> str:
     states = {check.what: check.state for check in diagnosis.checks}
     can = ["convert and verify"] if diagnosis.can_convert else []
     can += [f"build engines with {title}" for title in TITLES.values() if states.get(title) == "ok"]
-    can.append(
-        "run sparse models on the GPU" if gpu and states.get("PyTorch") == "ok" else "run models (dense, on the CPU)"
+    measures = gpu is not None and states.get("PyTorch") == "ok"
+    can.append("run, bench and tune sparse models on the GPU" if measures else "run models (dense, on the CPU)")
+    lacks = (
+        []
+        if measures
+        else [name for name, here in (("an NVIDIA GPU", gpu), ("PyTorch", states.get("PyTorch") == "ok")) if not here]
     )
+    cannot = f"; bench and tune need {' and '.join(lacks)}" if lacks else ""
     broken = [check.what for check in diagnosis.checks if check.state == "broken"]
-    return f"this machine can {', '.join(can)}" + (f"; broken: {', '.join(broken)}" if broken else "")
+    return f"this machine can {', '.join(can)}{cannot}" + (f"; broken: {', '.join(broken)}" if broken else "")

@@ -12,8 +12,9 @@ from test_report import Outline, conv, resnet18, resnet18_page, square
 from sparsedeploy.devices import find
 from sparsedeploy.figures import NARROW, WIDE
 from sparsedeploy.measure.bench_figures import SweepMark, format_ms, latency_svg, sweep_svg, waterfall_svg
-from sparsedeploy.measure.bench_report import BEGIN, END, into_report, measured_points, page, section
+from sparsedeploy.measure.bench_report import BEGIN, END, into_report, measured_points, page, ratio_text, section
 from sparsedeploy.measure.results import Case, LayerTime, LeftOut, Results
+from sparsedeploy.measure.statistics import Ratio
 from sparsedeploy.verify import OutputCheck
 
 LAYERS = resnet18()
@@ -79,7 +80,7 @@ def test_the_same_bytes_twice(whole: str) -> None:
 def test_what_is_said(whole: str) -> None:
     text = " ".join(" ".join(Outline(whole).text).split())
     for needed in (
-        "Measured on H200", "batch 1: sparse is 4", "batch 8: sparse is 4", "GPU H200 (sm_90, 132 SMs), driver 580.1",
+        "Measured on H200", "batch 1: sparse is 3.9", "batch 8: sparse is 3.9", "GPU H200 (sm_90, 132 SMs), driver 580.1",
         "2 s a variant in 20 rounds", "y off by 1e-06, allowed 0.0001 of 3", "mean GPU Compute Time", "torch 2.11",
     ):  # fmt: skip
         assert needed in text, needed
@@ -161,3 +162,9 @@ def test_the_sweeps_picture(form: Any) -> None:
 )
 def test_milliseconds(ms: float, text: str) -> None:
     assert format_ms(ms) == text
+
+
+def test_an_estimate_is_not_rounded_out_of_its_interval() -> None:
+    assert (
+        ratio_text(Ratio(estimate=3.9767, low=3.9754, high=3.9781, pairs=20)) == "3.977x (95 % interval 3.975 to 3.978)"
+    )

@@ -169,11 +169,13 @@ def test_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "first_gpu", lambda: H200)
     assert (
         summary(whole)
-        == "this machine can convert and verify, build engines with TensorRT-RTX, run sparse models on the GPU"
+        == "this machine can convert and verify, build engines with TensorRT-RTX, run, bench and tune sparse models on the GPU"
     )
     monkeypatch.setattr(doctor, "first_gpu", lambda: None)
     broken = Check(area="converting", what="ptxas", state="broken", found="gone", fix="bring it back")
-    assert summary(Diagnosis(checks=(broken,))) == "this machine can run models (dense, on the CPU); broken: ptxas"
+    assert summary(Diagnosis(checks=(broken,))) == (
+        "this machine can run models (dense, on the CPU); bench and tune need an NVIDIA GPU and PyTorch; broken: ptxas"
+    )
     assert lines_of(Diagnosis(checks=(broken,)))[2].strip() == "bring it back"
 
 

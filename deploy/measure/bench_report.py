@@ -31,8 +31,8 @@ MOST_LAYERS = 40
 
 
 def ratio_text(ratio: Ratio) -> str:
-    """`3.41x (95 % interval 3.39 to 3.43)`."""
-    return f"{ratio.estimate:.3g}x (95 % interval {ratio.low:.4g} to {ratio.high:.4g})"
+    """`3.412x (95 % interval 3.391 to 3.433)`: digits enough that no rounding puts the estimate outside."""
+    return f"{ratio.estimate:.4g}x (95 % interval {ratio.low:.4g} to {ratio.high:.4g})"
 
 
 def headline(case: Case) -> str:
