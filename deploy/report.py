@@ -171,10 +171,21 @@ def _cells(row: Row, mixed: bool) -> dict[str, str | bool]:
         "mark": ("measured" if row.measured else "predicted") if mixed and times else "",
         "dense_us": format_us(times[0]) if times else "–",
         "sparse_us": format_us(times[1]) if times else "–",
-        "crossover": _percent(entry.crossover if entry else None),
+        **_crossover(row),
         "bound": _percent(entry.roofline_crossover if entry else None),
         "reason": why or "–",
     }
+
+
+def _crossover(row: Row) -> dict[str, str | bool]:
+    """The measured one where tune took it; a predicted one beside measured times says so."""
+    entry = row.entry
+    measured = entry.measured_crossover if entry else None
+    if measured is not None:
+        return {"crossover": _percent(measured), "crossover_mark": "measured"}
+    predicted = entry.crossover if entry else None
+    mark = "predicted" if row.measured and predicted is not None else ""
+    return {"crossover": _percent(predicted), "crossover_mark": mark}
 
 
 def _percent(share: float | None) -> str:

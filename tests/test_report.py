@@ -264,6 +264,16 @@ def test_measured_times_replace_predicted_ones_and_are_marked() -> None:
     assert "4,321 measured 1,234 measured" in text
     assert "Time per layer, measured where marked, else predicted" in text
 
+    assert first.crossover is not None
+    assert f"{first.crossover:.1%} predicted {first.roofline_crossover:.1%} 4,321 measured" in text
+    crossed = first.model_copy(update={"measured_crossover": 0.654})
+    text = " ".join(
+        " ".join(
+            Outline(render(scan, plan.model_copy(update={"layers": (crossed, *plan.layers[2:])}), nano, {})).text
+        ).split()
+    )
+    assert f"65.4% measured {first.roofline_crossover:.1%} 4,321 measured" in text
+
     done = plan.model_copy(update={"layers": (first.model_copy(update={"name": "only"}),)})
     one = scan.model_copy(update={"layers": (scan.layers[1].model_copy(update={"name": "only"}),)})
     assert "Time per layer, measured" in render(one, done, nano, {})
