@@ -214,7 +214,7 @@ def _shapes(
 def _columns(g: Geometry) -> list[int]:
     if g.h == 1 and g.w > 256 and g.kw == 1:  # flattened: a strip is a stretch of pixels
         return sorted({(g.w // k + 8) // 8 * 8 for k in range(max(1, g.w // 768), g.w // 128 + 1)})[-6:]
-    return [0] if g.ow <= 128 else [32, 64]
+    return [0] if g.ow <= 128 or (g.h == 1 and g.kw == 1) else [32, 64]
 
 
 def _channels(g: Geometry, most: int) -> list[int]:
