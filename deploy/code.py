@@ -18,7 +18,7 @@ from sparsedeploy.plugins.assemble import AssembleError, reproduces, tool_versio
 from sparsedeploy.plugins.baked.interpret import InterpretError, run_plan
 from sparsedeploy.plugins.epilogue import apply
 from sparsedeploy.plugins.kernel import Floats
-from sparsedeploy.plugins.launch import Launch, choose
+from sparsedeploy.plugins.launch import Launch, Variant, choose
 from sparsedeploy.plugins.node import Image, SparseConv
 from sparsedeploy.plugins.reference import conv2d
 from sparsedeploy.record import Record
@@ -135,9 +135,10 @@ def sample_blocks(node: SparseConv, count: int, rng: np.random.Generator) -> dic
     g = node.geometry
     variant = choose(node.plan, node.precision, 1)
     sizes = {"N": 1, "H": g.h, "W": g.w, "OH": g.oh, "OW": g.ow}
+    gathered = _gathers(variant)
     reading = [
         (number, op) for number, op in enumerate(variant.ops if variant else ())
-        if isinstance(op, Launch) and any(arg.kind == "input" for arg in op.args)
+        if isinstance(op, Launch) and (number > 0 if gathered else any(arg.kind == "input" for arg in op.args))
     ]  # fmt: skip
     share = max(1, count // max(1, len(reading)))
     chosen: dict[int, list[int]] = {}
@@ -158,7 +159,13 @@ def _adds_up(node: SparseConv) -> bool:
     """Whether a launch at batch 1 reads what others left in the workspace, and not the input."""
     variant = choose(node.plan, node.precision, 1)
     launches = [op for op in variant.ops if isinstance(op, Launch)] if variant else []
-    return any(all(arg.kind != "input" for arg in op.args) for op in launches)
+    return not _gathers(variant) and any(all(arg.kind != "input" for arg in op.args) for op in launches)
+
+
+def _gathers(variant: Variant | None) -> bool:
+    """Whether the first launch copies the input to the workspace, whence the others read it: it is run whole."""
+    first = variant.ops[0] if variant and variant.ops else None
+    return isinstance(first, Launch) and first.entry.endswith("_gather")
 
 
 def _allowed(node: SparseConv, weight: Floats, bias: Floats | None) -> NDArray[np.float64]:

@@ -105,7 +105,12 @@ def _plan(
         g = s.geometry
         planes = s.combine == "planes"
         residual: list[ArgKind] = ["residual"] if node.has_residual else []
-        names: list[ArgKind] = ["workspace" if s.gather else "input", "workspace" if planes else "output", *([] if planes else residual), "N"]
+        names: list[ArgKind] = [
+            "workspace" if s.gather else "input",
+            "workspace" if planes else "output",
+            *([] if planes else residual),
+            "N",
+        ]
         ops = []
         workspace = const(0)
         if s.gather:

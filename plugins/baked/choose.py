@@ -24,6 +24,9 @@ WHOLE_FMAS = 80_000
 _SHARED_CODE = 3000
 """Nonzeros whose code (some 20 bytes each) stays in an SM's instruction cache: a 1x1 layer of four groups on 56x56 maps,
 whose inputs are too many for L2, took 62 us tile by tile for one group after the other and 50 for all groups."""
+_VIEW_CHANNELS = 128
+"""Output channels of a piece of a strided 1x1 layer at most: every piece fetches the input's sectors, of which it keeps half
+or less, and no halo asks for large tiles."""
 _MAX_CODE = 40_000
 """Instructions of one piece at most: what ptxas still takes in seconds."""
 
@@ -132,7 +135,9 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     tiles = s.tiles().value({"N": batch})
     blocks = -(-tiles // s.mates) * s.mates * s.splits * groups
     sums = oc * s.rows * s.threads * 4
-    fill = input_rows * moved * ic_part * s.global_bytes * (2 if half else 1) * tiles * s.splits * groups * s.sector_share
+    fill = (
+        input_rows * moved * ic_part * s.global_bytes * (2 if half else 1) * tiles * s.splits * groups * s.sector_share
+    )
     row_bytes = (s.input_cols + s.chunk) * s.shared_bytes + 64
     # A layer of few input channels has them all in two slots at most.
     ring = int(min(s.stage_channels * s.ring_slots, 2 * ic_part) * (input_rows + 1) * row_bytes)
@@ -142,10 +147,11 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     output = batch * g.oc * g.oh * g.ow
     return Work(
         blocks=blocks, threads=s.threads, registers=registers(s, oc), shared_bytes=shared, instructions=instructions,
-        heaviest=instructions * 1.03, loads=loads, pieces=groups * s.splits, fill_bytes=fill,
+        heaviest=instructions * 1.03, loads=loads * (s.load_wavefronts if exact else 1.0), pieces=groups * s.splits, fill_bytes=fill,
         read_bytes=batch * g.ic * g.h * g.w * s.global_bytes * s.sector_share, ahead_bytes=_gathered(s, batch), write_bytes=output * s.global_bytes, cluster=s.cluster,
         stages=stages, ahead=max(1, s.ring_slots - 1), cluster_bytes=blocks * sums * (s.splits - 1) / s.splits if s.combine == "cluster" else 0.0,
         planes_bytes=2.0 * s.splits * output * 4 if s.combine == "planes" else 0.0, launches=part_count(s, nnz),
+        plain=not s.asynchronous, halves=half, readers=1 if s.pieces_first else groups,
     )  # fmt: skip
 
 
@@ -182,15 +188,18 @@ def candidates(
         pair: Pair = "none" if mode != "h2" else "image" if batch > 1 else "row"
         g, origin = compiled(geometry, pair)
         base = Schedule(g, mode, pair=pair, use_async=asynchronous, step=0, origin=origin)
+        widest = _VIEW_CHANNELS if origin is not None else 72
         small = density * g.oc * (g.ic // g.group) * g.kh * g.kw <= _SHARED_CODE
         for rows in (1, 2) if density < 0.06 and g.oh > 1 else (1,):
             for columns in _columns(g):
                 shape = replace(base, rows=rows, columns=columns)
                 total = -(-batch // shape.images_per_unit) * shape.image_pixels
-                for channels in _channels(g, 96 // rows):
+                for channels in _channels(g, 96 // rows, widest):
                     for splits in (1, 2, 4, 8) if groups_of(g, channels)[2] >= 64 else (1,):
                         for pixels in _pixels(shape, total):
-                            yield from _shapes(shape, channels, splits, pixels, clusters, small)
+                            for gather in (False, True) if origin is not None else (False,):
+                                s = replace(shape, gather=gather)
+                                yield from _shapes(s, channels, splits, pixels, clusters, small)
 
 
 def _shapes(
@@ -198,6 +207,8 @@ def _shapes(
 ) -> Iterator[Schedule]:
     """`small`: all pieces fit an instruction cache, so neighbours may run different ones and share their inputs."""
     combine: Combine = "none" if splits == 1 else "cluster" if clusters else "planes"
+    if shape.gather and combine == "planes":
+        return
     shared = small and splits == 1 and groups_of(shape.geometry, channels)[0] > 1
     for blocks in (1, 2, 3):
         s = replace(
@@ -217,12 +228,15 @@ def _columns(g: Geometry) -> list[int]:
     return [0] if g.ow <= 128 or (g.h == 1 and g.kw == 1) else [32, 64]
 
 
-def _channels(g: Geometry, most: int) -> list[int]:
+def _channels(g: Geometry, most: int, widest: int) -> list[int]:
+    """Sizes of pieces; `most` is what one row a thread allows, `widest` what is worth a try."""
     per_oc = g.oc // g.group
     if per_oc < 8 and g.group > 1:
         return sorted({min(g.oc, max(1, 16 // per_oc) * per_oc), min(g.oc, max(1, 32 // per_oc) * per_oc)})
     sizes = {-(-per_oc // k) for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
-    return sorted(size for size in sizes if 8 <= size <= min(most, 72)) or [min(per_oc, most)]
+    return sorted(size for size in sizes if 8 <= size <= (widest if most >= 96 else min(most, 72))) or [
+        min(per_oc, most)
+    ]
 
 
 def _pixels(s: Schedule, total: int) -> list[int]:
@@ -295,7 +309,7 @@ def _searched(
     refined: list[tuple[float, int, str, Schedule]] = []
     seen: set[tuple[object, ...]] = set()
     for _, number, _, s in sorted(guesses, key=lambda guess: guess[:2]):
-        kind = (s.mode, s.channels, s.splits, s.pixels, s.rows, s.columns, s.min_blocks)
+        kind = (s.mode, s.channels, s.splits, s.pixels, s.rows, s.columns, s.min_blocks, s.gather)
         ic = groups_of(s.geometry, s.channels)[2]
         made = None if kind in seen else fitted(s, limit, -(-ic // s.splits))
         if made is None:

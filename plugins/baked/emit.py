@@ -957,7 +957,6 @@ def _gather_entry(entry: Entry) -> list[str]:
     ]
 
 
-
 def _sum_entry(entry: Entry, epilogue: Epilogue) -> list[str]:
     """Adds the planes of partial sums in the order of the splits: one element a thread."""
     s = entry.schedule
