@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -119,6 +120,11 @@ def _imposed(reading: Reading, layer: ConvLayer, sparsity: float) -> ConvLayer:
     return layer.model_copy(update={"zeros": zeros})
 
 
+def _from_here(path: Path) -> Path:
+    """As it would be typed: below the working directory without what leads there."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def what_if(
     reading: Reading,
     scanned: Scan,
@@ -158,7 +164,7 @@ def what_if(
                 "layers": layers, "summary": summarise(layers), "verdict": verdict,
                 "notes": (*scanned.notes, f"zeros imposed to at least {sparsity:.1%} of {_WHERE}: not the model's own"),
                 "hints": (),
-                "next_command": f"sparsedeploy prune {shlex.quote(str(reading.model.path))} --method magnitude-layer --sparsity {sparsity:g}",
+                "next_command": f"sparsedeploy prune {shlex.quote(str(_from_here(reading.model.path)))} --method magnitude-layer --sparsity {sparsity:g}",
             }
         ),
         own=own, points=tuple(points), advice=_advice(own, plan.layers, points), basis=basis(plan),

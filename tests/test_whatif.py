@@ -136,3 +136,10 @@ def test_command_line(tmp_path: Path) -> None:
     )
     assert result.exit_code == 2
     assert not (tmp_path / "p.json").exists()
+
+
+def test_the_next_command_names_the_model_as_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "model.onnx")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["scan", "model.onnx", "-t", "jetson-nano", "--impose-sparsity", "0.95"])
+    assert "Next: sparsedeploy prune model.onnx --method" in result.output
