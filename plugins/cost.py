@@ -24,6 +24,10 @@ class Ceilings:
     """Warp schedulers per SM, each one instruction a clock."""
     issue_share: float
     """Share of the issue rate that long runs of fma with immediates reach."""
+    issue_least: float
+    """Part of that share which one warp on an SM would reach by itself, from a line through few warps ..."""
+    issue_per_warp: float
+    """... and what each warp of an SM adds, up to 1."""
     shared_bytes: float
     """Shared-memory bytes per SM and clock."""
     l2_tbs: float
@@ -34,23 +38,39 @@ class Ceilings:
     gpcs: int
     """Groups of SMs that share an instruction cache."""
     gpc_code_kb: float
-    """Code that this cache holds: what fits is fetched from L2 once for all its SMs."""
-    gpc_sharing: float
-    """How many SMs use one fetch on average when it does not fit."""
+    """Code that this cache holds: what its SMs run is fetched from L2 once if it fits, all of it again at 1.75 times."""
+    gpc_clocks: float
+    """Clocks per instruction that this cache takes to deliver what does not fit, once for all its SMs on that code."""
+    sm_code_kb: float
+    """Code of one block of which an SM keeps a part from launch to launch; larger code it fetches anew."""
     near_kb: float
     """Code of one block up to which it streams at `near_clocks`."""
     near_clocks: float
     """Clocks per instruction of straight-line code at least, however few warps run it."""
+    miss_clocks: float
+    """Added to them where the GPC's cache misses."""
     far_clocks: float
-    """The same for code far larger than near_kb."""
+    """Never more than these: code far larger than near_kb, or always missed."""
     launch_us: float
     """One more launch in a replayed graph, an empty kernel."""
     start_us: float
     """From a block's first instruction to its first sums: addresses, first loads."""
     latency_us: float
-    """From asking for a stage of inputs to having it."""
+    """What is left of a stage's latency where it is asked for one stage ahead."""
+    stage_us: float
+    """Barrier and addresses of one more stage of inputs that are copied asynchronously."""
+    plain_stage_us: float
+    """The same where they go through registers."""
     sync_us: float
     """A round of cluster barriers, or one more dependent launch."""
+    exposed: float
+    """Share of the shorter one of arithmetic and memory traffic that a single block on an SM does not overlap with the longer."""
+    exposed_power: float
+    """By how much more blocks on an SM lower it: blocks ** -exposed_power."""
+    half_cost: float
+    """Traffic of half2 code, whose stores are of two bytes a thread, over its bytes."""
+    partial: float
+    """Share of the lesser ones of issue, shared memory and fetch that the largest does not hide."""
     chain_us: float = 1.3
     """From the start of one launch to that of the next, where they overlap."""
     registers: int = 65536
@@ -58,9 +78,10 @@ class Ceilings:
 
 
 H200 = Ceilings(
-    source="measured on an H200", sm_count=132, clock_ghz=1.98, schedulers=4, issue_share=0.88, shared_bytes=128,
-    l2_tbs=5.5, hbm_tbs=4.2, cluster_tbs=2.6, l2_mb=60, gpcs=8, gpc_code_kb=128, gpc_sharing=2.6, near_kb=70, near_clocks=2.4, far_clocks=6.0, launch_us=0.7, start_us=1.4, latency_us=0.8,
-    sync_us=0.5,
+    source="measured on an H200", sm_count=132, clock_ghz=1.98, schedulers=4, issue_share=0.88, issue_least=0.25, issue_per_warp=0.063,
+    shared_bytes=128, l2_tbs=6.9, hbm_tbs=4.2, cluster_tbs=3.55, l2_mb=60, gpcs=8, gpc_code_kb=104, gpc_clocks=1.15, sm_code_kb=44,
+    near_kb=100, near_clocks=2.4, miss_clocks=8.7, far_clocks=6.0, launch_us=0.95, start_us=0.5, latency_us=0.3, stage_us=0.036,
+    plain_stage_us=0.114, sync_us=0.4, exposed=0.75, exposed_power=0.82, half_cost=1.25, partial=0.18,
 )  # fmt: skip
 
 
@@ -108,6 +129,12 @@ class Work:
     """Blocks per cluster."""
     stages: float = 1.0
     """Stages of inputs that a block waits for, one after another."""
+    plain: bool = False
+    """Stages go through registers."""
+    halves: bool = False
+    """Sums and stores of half2."""
+    readers: int = 1
+    """Times that the grid goes through the whole input, one after the other."""
     ahead: int = 2
     """Stages asked for ahead of their use."""
     cluster_bytes: float = 0.0
@@ -154,26 +181,32 @@ def _clocks(work: Work, c: Ceilings, at_once: int) -> Clocks:
     warps = -(-work.threads // 32)
     full, left = divmod(work.blocks, at_once)
     clocks = issue = shared = fetch = 0.0
+    us = c.clock_ghz * 1e3
     for blocks in [at_once] * min(full, 1) + ([left] if left else []):
         times = full if blocks == at_once and full else 1
         count = -(-blocks // min(c.sm_count, at_once))
         # Few warps hide less of each other's waiting.
-        share = c.issue_share * min(1.0, 0.7 + 0.0125 * count * warps)
+        share = c.issue_share * min(1.0, c.issue_least + c.issue_per_warp * count * warps)
         busy = -(-count * warps // c.schedulers) * work.heaviest / share
         words = count * warps * work.loads * 128 / c.shared_bytes
-        # What an SM misses, its GPC's cache fetches, an instruction a clock; SMs on the same code share some fetches.
-        per_gpc = max(1.0, blocks / c.gpcs)
-        distinct = work.pieces * (1 - (1 - 1 / work.pieces) ** per_gpc) if work.pieces > 1 else 1.0
-        sharing = min(c.gpc_sharing, max(per_gpc / distinct, 0.6 * work.blocks / work.pieces))
-        if distinct * work.instructions * 16 <= c.gpc_code_kb * 1024:
-            sharing = 1e9
-        alone = min(c.far_clocks, c.near_clocks * max(1.0, work.heaviest * 16 / 1024 / c.near_kb) ** 1.2)
-        streamed = work.heaviest * max(alone, per_gpc / sharing)
-        waits = max(0.0, work.stages - 1) / work.ahead * c.latency_us * c.clock_ghz * 1e3
-        streamed = max(streamed, waits)
-        clocks += times * (max(busy, words, streamed) + 0.12 * (busy + words + streamed - max(busy, words, streamed)))
-        issue, shared, fetch = issue + times * busy, shared + times * words, fetch + times * streamed
+        streamed = work.heaviest * _clocks_fetched(work, c, max(1.0, blocks / c.gpcs))
+        waits = max(0.0, work.stages - 1) / work.ahead * c.latency_us * us
+        largest = max(busy, words, streamed)
+        stages = work.stages * (c.plain_stage_us if work.plain else c.stage_us) * us
+        clocks += times * (max(largest, waits) + c.partial * (busy + words + streamed - largest) + stages)
+        issue, shared, fetch = issue + times * busy, shared + times * words, fetch + times * max(streamed, waits)
     return Clocks(issue, shared, fetch, clocks)
+
+
+def _clocks_fetched(work: Work, c: Ceilings, per_gpc: float) -> float:
+    """Clocks per instruction that fetching takes, where `per_gpc` blocks run in a GPC at once."""
+    kb = work.heaviest * 16 / 1024
+    distinct = work.pieces * (1 - (1 - 1 / work.pieces) ** per_gpc) if work.pieces > 1 else 1.0
+    missed = min(1.0, max(0.0, distinct * kb / c.gpc_code_kb - 1) / 0.75)
+    alone = min(c.far_clocks, c.near_clocks * max(1.0, kb / c.near_kb) ** 1.2 + missed * c.miss_clocks)
+    # Blocks of one piece share a fetch, in a GPC and, less, across the chip.
+    fetches = min(distinct, per_gpc * work.pieces / (0.6 * work.blocks))
+    return max(alone, missed * fetches * c.gpc_clocks * min(1.0, kb / c.sm_code_kb))
 
 
 def _fits(work: Work, c: Ceilings) -> int:
@@ -187,14 +220,17 @@ def bounds_us(work: Work, c: Ceilings) -> dict[str, float]:
     at_once = _fits(work, c)
     if at_once < 1:
         return {}
-    return _bounds(work, c, _clocks(work, c, at_once))
+    return _bounds(work, c, _clocks(work, c, at_once), -(-work.blocks // at_once))
 
 
-def _bounds(work: Work, c: Ceilings, clocks: Clocks) -> dict[str, float]:
+def _bounds(work: Work, c: Ceilings, clocks: Clocks, rounds: int) -> dict[str, float]:
     us = 1e-3 / c.clock_ghz
-    in_l2 = (work.read_bytes + work.write_bytes) < c.l2_mb * 1e6 * 0.5
-    memory = (work.read_bytes + work.write_bytes) / ((c.l2_tbs if in_l2 else c.hbm_tbs) * 1e6)
-    fill = (work.fill_bytes + work.write_bytes) / (c.l2_tbs * 1e6)
+    # Blocks of all groups beside each other find the input in L2; one group after the other finds a small one there.
+    times = min(work.readers, rounds) if work.read_bytes > c.l2_mb * 1e6 * 0.5 else 1
+    moved = work.read_bytes * times + work.write_bytes
+    scale = c.half_cost if work.halves else 1.0
+    memory = scale * moved / ((c.l2_tbs if moved < c.l2_mb * 1e6 * 0.5 else c.hbm_tbs) * 1e6)
+    fill = scale * work.fill_bytes / (c.l2_tbs * 1e6)
     return {
         "compute": clocks.issue * us, "shared": clocks.shared * us, "fetch": clocks.fetch * us, "l2": fill, "memory": memory
     }  # fmt: skip
@@ -206,12 +242,11 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
     if at_once < 1:
         return 1e9, "launch"
     clocks = _clocks(work, c, at_once)
-    bounds = _bounds(work, c, clocks)
+    bounds = _bounds(work, c, clocks, -(-work.blocks // at_once))
     bound = max(bounds, key=lambda name: bounds[name])
-    rounds = max(1, -(-work.blocks // at_once))
-    body = max(clocks.together * (1e-3 / c.clock_ghz), bounds["l2"], bounds["memory"])
-    # A round's stores leave when its sums are done: behind the next round's sums, but for the last.
-    drain = work.write_bytes / rounds / (c.l2_tbs * 1e6)
+    inside, outside = clocks.together * (1e-3 / c.clock_ghz), max(bounds["l2"], bounds["memory"])
+    # One block to an SM reads, computes and stores in turn: nothing there overlaps with it, only what other SMs do.
+    body = max(inside, outside) + c.exposed * resident(work, c) ** -c.exposed_power * min(inside, outside)
     combine = work.cluster_bytes / (c.cluster_tbs * 1e6) + (c.sync_us if work.cluster_bytes else 0.0)
     if work.planes_bytes:
         combine += work.planes_bytes / (c.l2_tbs * 1e6) + c.sync_us + c.launch_us
@@ -219,7 +254,7 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
     if work.ahead_bytes:
         fits = work.ahead_bytes < c.l2_mb * 1e6 * 0.5
         fixed += c.chain_us + c.latency_us + work.ahead_bytes / ((c.l2_tbs if fits else c.hbm_tbs) * 1e6)
-    return fixed + body + drain + combine, "launch" if fixed > body else bound
+    return fixed + body + combine, "launch" if fixed > body else bound
 
 
 def predict(work: Work, c: Ceilings) -> Prediction:
