@@ -459,10 +459,7 @@ def test_another_gpu_than_the_target_is_told_and_proves_nothing_of_it(out: Path)
 def test_what_the_same_reason_left_out_is_one_line(made: Path) -> None:
     lines = [text for text in remarks(measured(made).cases[0]) if text.startswith("left out")]
     assert len(lines) == 3
-    assert lines[0] == (
-        "left out: sparse fp32, tensorrt; dense fp32, tensorrt; dense tf32, tensorrt; dense fp16, tensorrt: tensorrt is not "
-        "installed. Install it."
-    )
+    assert lines[0] == "left out: all in tensorrt: tensorrt is not installed. Install it."
 
 
 def test_words_say_slower_and_no_difference(made: Path) -> None:

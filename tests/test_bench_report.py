@@ -12,7 +12,16 @@ from test_report import Outline, conv, resnet18, resnet18_page, square
 from sparsedeploy.devices import find
 from sparsedeploy.figures import NARROW, WIDE
 from sparsedeploy.measure.bench_figures import SweepMark, format_ms, latency_svg, sweep_svg, waterfall_svg
-from sparsedeploy.measure.bench_report import BEGIN, END, into_report, measured_points, page, ratio_text, section
+from sparsedeploy.measure.bench_report import (
+    BEGIN,
+    END,
+    into_report,
+    measured_points,
+    page,
+    ratio_text,
+    remarks,
+    section,
+)
 from sparsedeploy.measure.results import Case, LayerTime, LeftOut, Results
 from sparsedeploy.measure.statistics import Ratio
 from sparsedeploy.verify import OutputCheck
@@ -168,3 +177,11 @@ def test_an_estimate_is_not_rounded_out_of_its_interval() -> None:
     assert (
         ratio_text(Ratio(estimate=3.9767, low=3.9754, high=3.9781, pairs=20)) == "3.977x (95 % interval 3.975 to 3.978)"
     )
+
+
+def test_a_runner_that_is_not_there_is_named_once() -> None:
+    names = [f"{which}, {runner}" for runner in ("tensorrt", "torch") for which in ("sparse fp32", "dense fp32")]
+    left = tuple(LeftOut(name=name, reason="not installed" if "tensorrt" in name else "no graph") for name in names)
+    lines = remarks(benched(left_out=left).cases[0])
+    assert "left out: all in tensorrt: not installed" in lines
+    assert "left out: sparse fp32, torch; dense fp32, torch: no graph" in lines

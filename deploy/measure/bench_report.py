@@ -109,10 +109,7 @@ def remarks(case: Case) -> list[str]:
         needs = ", ".join(f"p{p} {MINIMUM_SAMPLES[p]}" for p in short)
         found.append(f"n/a: too few samples (needed: {needs}); --duration measures longer")
     found += case.notes
-    reasons: dict[str, list[str]] = {}
-    for entry in case.left_out:
-        reasons.setdefault(entry.reason, []).append(entry.name)
-    found += [f"left out: {'; '.join(names)}: {reason}" for reason, names in reasons.items()]
+    found += _left_out(case)
     found += [text for text in (_clocks(case),) if text]
     noted: dict[str, list[str]] = {}
     for timing in case.timings:
@@ -120,6 +117,20 @@ def remarks(case: Case) -> list[str]:
             noted.setdefault(note, []).append(f"{timing.model} {timing.arithmetic}")
     found += [f"{note} ({', '.join(dict.fromkeys(names))})" for note, names in noted.items()]
     return found
+
+
+def _left_out(case: Case) -> list[str]:
+    """By reason; a runner of which nothing could be timed by its name alone."""
+    reasons: dict[str, list[str]] = {}
+    for entry in case.left_out:
+        reasons.setdefault(entry.reason, []).append(entry.name)
+    timed = {timing.runner for timing in case.timings}
+    lines = []
+    for reason, names in reasons.items():
+        runners = {name.split(", ")[1] for name in names if ", " in name}
+        whole = len(runners) == 1 and len(names) > 1 and not runners & timed
+        lines.append(f"left out: {f'all in {runners.pop()}' if whole else '; '.join(names)}: {reason}")
+    return lines
 
 
 def _looser(case: Case, own: str) -> list[Speedup]:
