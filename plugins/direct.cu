@@ -96,12 +96,18 @@ DEVICE void wait_pushes(u32 barrier) {
 // neither the read-only path nor a load that moves ahead of `previous_kernel_wait` will do.
 DEVICE u16 load_u16(const u16* p) { u16 v; asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p)); return v; }
 DEVICE u32 load_u32(const void* p) { u32 v; asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p)); return v; }
+DEVICE uint4 load_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
 DEVICE float load_f32(const float* p) { float v; asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p)); return v; }
 DEVICE u32 float_bits(float f) { return __float_as_uint(f); }
 DEVICE float bits_float(u32 u) { return __uint_as_float(u); }
 #else
 DEVICE u16 load_u16(const u16* p) { return *p; }
 DEVICE u32 load_u32(const void* p) { return *(const u32*)p; }
+DEVICE uint4 load_16(const void* p) { return *(const uint4*)p; }
 DEVICE float load_f32(const float* p) { return *p; }
 #endif  // SPARSEDEPLOY_SHIM
 
@@ -158,7 +164,7 @@ typedef float sum_t;
 #define SLOTS_AT (2 * STAGES)
 #define OCS_AT (SLOTS_AT + ALL_SLOTS * SLOT_INTS)
 #define TABLE_INTS ((OCS_AT + (SPLITS > 1 ? ALL_SLOTS : 0) + 3) / 4 * 4)  // of a rank, kept in shared memory
-#define RESIDENT (STAGES <= BUFFERS)                           // no buffer is filled twice
+#define RESIDENT (STAGES <= (FLAT ? 1 : BUFFERS))              // no buffer is filled twice
 #define FIRST (RESIDENT ? STAGES : 1)                          // stages that are on their way before any sum
 #define ROUNDS ((CAPACITY + SET_THREADS - 1) / SET_THREADS)    // words of a slot that a thread fetches
 #define ALL_SLOTS (SETS * SLOTS)
@@ -256,6 +262,63 @@ DEVICE void fill(u32* tile, const element* x, Place at, int first_channel, int c
 #endif
   fill_places<1>(tile, x, at, first_channel, count, n, h, w, half, tid);
 }
+
+#if FLAT
+// A tile of whole maps: the channels of a stage are one run of an image, read 8 halves at a time whatever the width, from two
+// images that share words. Only pixels are written; the borders between them are cleared once, in every buffer.
+#define MAP (FIXED_H * FIXED_W)
+#define RUN ((STAGE * MAP + 7) / 8)                            // loads of an image's run
+#define FLAT_ITEMS ((IMAGES * RUN + THREADS - 1) / THREADS)    // of a thread
+#define FLAT_BATCH (FLAT_ITEMS < 4 ? FLAT_ITEMS : 4)           // of them in flight at once
+struct Flat { uint4 low[FLAT_BATCH], high[FLAT_BATCH]; };
+
+DEVICE bool runs_align(const element* x, int first_channel, int count, int h, int w) {
+  return h == FIXED_H && w == FIXED_W && (size_t)x % 16 == 0 && first_channel * MAP % 8 == 0 && count * MAP % 8 == 0;
+}
+
+DEVICE void flat_load(Flat* f, int batch, const element* x, Place at, int first_channel, int count, int n, int tid) {
+#pragma unroll
+  for (int k = 0; k < FLAT_BATCH; ++k) {
+    const int p = tid + (batch * FLAT_BATCH + k) * THREADS, i = p / RUN, q = p % RUN;
+    const int image = 2 * (at.image + i);
+    const bool wanted = i < IMAGES && q < count * MAP / 8;
+    const element* from = x + ((size_t)image * IC + first_channel) * MAP + 8 * q;
+    f->low[k] = wanted && image < n ? load_16(from) : make_uint4(0, 0, 0, 0);
+    f->high[k] = wanted && image + 1 < n ? load_16(from + (size_t)IC * MAP) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+DEVICE void flat_put(const Flat* f, int batch, u32* tile, int count, int tid) {
+#pragma unroll
+  for (int k = 0; k < FLAT_BATCH; ++k) {
+    const int p = tid + (batch * FLAT_BATCH + k) * THREADS, i = p / RUN, q = p % RUN;
+    if (i >= IMAGES || q >= count * MAP / 8) continue;
+    const int c = 8 * q / MAP, place = 8 * q % MAP;
+    int row = place / FIXED_W, col = place % FIXED_W;
+    u32* to = tile + i * IMAGE + c * PLANE + (row + PT) * PITCH + SHIFT + PL + col;
+    const u32 low[4] = {f->low[k].x, f->low[k].y, f->low[k].z, f->low[k].w};
+    const u32 high[4] = {f->high[k].x, f->high[k].y, f->high[k].z, f->high[k].w};
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const u32 a = low[e / 2], b = high[e / 2];
+      *to++ = e % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
+      if (++col == FIXED_W) {
+        col = 0, to += PITCH - FIXED_W;
+        if (++row == FIXED_H) row = 0, to += PLANE - FIXED_H * PITCH;
+      }
+    }
+  }
+}
+
+// Batches from `batch` on, one after another.
+DEVICE void flat_fill(int batch, u32* tile, const element* x, Place at, int first_channel, int count, int n, int tid) {
+  for (; batch * FLAT_BATCH < FLAT_ITEMS; ++batch) {
+    Flat f;
+    flat_load(&f, batch, x, at, first_channel, count, n, tid);
+    flat_put(&f, batch, tile, count, tid);
+  }
+}
+#endif
 
 struct Fetched { u32 place[SLOTS][ROUNDS]; u32 value[SLOTS][ROUNDS]; };
 
@@ -431,6 +494,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
 
   // Weights are nobody's output: they are fetched before the kernel ahead has ended, and put in place while inputs arrive.
   Fetched fetched[FIRST];
+#if FLAT
+  for (int k = tid; k < BUFFERS * BUFFER_WORDS / 4; k += THREADS) ((uint4*)buffers)[k] = make_uint4(0, 0, 0, 0);
+#endif
   const int tap_place = STAGE * PLANE + set * (SLOTS * CAPACITY * 2);
   __syncthreads();
 #pragma unroll
@@ -438,6 +504,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
   previous_kernel_wait();
 #pragma unroll
   for (int stage = 0; stage < FIRST; ++stage) {
+#if FLAT
+    if (runs_align(x, chunks[2 * stage], chunks[2 * stage + 1], h, w)) {
+      flat_fill(0, buffers + stage * BUFFER_WORDS, x, at, chunks[2 * stage], chunks[2 * stage + 1], n, tid);
+      continue;
+    }
+#endif
     fill(buffers + stage * BUFFER_WORDS, x, at, chunks[2 * stage], chunks[2 * stage + 1], n, h, w, half, tid);
     copies_commit();
   }
@@ -468,8 +540,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
 #endif
     __syncthreads();
     const bool more = !RESIDENT && stage + 1 < STAGES;
+#if FLAT
+    bool flat = false;
+    Flat ahead;
+#endif
     if (more) {
       fetch(&fetched[0], mine, stage + 1, words, values, t);
+#if FLAT
+      // Its first batch is on its way while this stage is summed.
+      flat = runs_align(x, chunks[2 * stage + 2], chunks[2 * stage + 3], h, w);
+      if (flat) flat_load(&ahead, 0, x, at, chunks[2 * stage + 2], chunks[2 * stage + 3], n, tid); else
+#endif
       fill(next, x, at, chunks[2 * stage + 2], chunks[2 * stage + 3], n, h, w, half, tid);
       copies_commit();
     }
@@ -504,6 +585,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) direct(
       }
     }
     if (more) put(&fetched[0], next + tap_place, mine, stage + 1, t);
+#if FLAT
+    if (flat) {
+      flat_put(&ahead, 0, next, chunks[2 * stage + 3], tid);
+      flat_fill(1, next, x, at, chunks[2 * stage + 2], chunks[2 * stage + 3], n, tid);
+    }
+#endif
   }
 
 #if SPLITS > 1

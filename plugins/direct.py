@@ -7,6 +7,7 @@ format's own arrays the nonzeros of each lie. The table only orders the nonzeros
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -104,6 +105,16 @@ class Tiling:
     def shift(self) -> int:
         """Words ahead of a row, so that its copies are aligned."""
         return -self.geometry.pads[1] % self.vector
+
+    @property
+    def flat(self) -> bool:
+        """Whether tiles are whole maps of image pairs whose channels are one aligned run: read 8 halves at a time."""
+        g = self.geometry
+        unit = 8 // math.gcd(8, g.h * g.w)
+        whole = self.cols >= g.ow and self.tile_rows >= g.oh
+        inside = g.h + g.pads[0] <= self.in_rows and g.w + g.pads[1] <= self.in_cols
+        aligned = g.ic % unit == 0 and self.stage % unit == 0
+        return self.pairs == "images" and g.stride[1] == 1 and self.vector < 4 and whole and inside and aligned
 
     def _row_words(self) -> int:
         sw = self.geometry.stride[1]
@@ -310,6 +321,7 @@ def source(
         "DW": g.dilation[1], "PT": g.pads[0], "PL": g.pads[1], "PB": g.pads[2], "PR": g.pads[3],
         "FIXED_H": g.h, "FIXED_W": g.w, "CSR": int(fmt == "csr"), "HALF": int(precision == "fp16"),
         "PAIRS": int(tiling.pairs != "none"), "PAIR_IMAGES": int(tiling.pairs == "images"),
+        "FLAT": int(precision == "fp16" and tiling.flat),
         "IMAGES": tiling.images, "GROUPS": tiling.groups, "ROWS": tiling.rows, "COLS": tiling.cols,
         "WARPS": tiling.warps, "SETS": tiling.sets, "SLOTS": tiling.slots, "SPLITS": tiling.splits,
         "STAGES": stages, "BUFFERS": min(stages, tiling.buffers), "STAGE": tiling.stage, "CAPACITY": capacity, "VECTOR": tiling.vector, "SHIFT": tiling.shift,

@@ -99,6 +99,8 @@ def run_on_cpu(name: str, case: Case, precision: Precision, tiling: Tiling, fold
 
 SAME = Geometry(oc=10, ic=9, kh=3, kw=3, h=9, w=8, pads=(1, 1, 1, 1))
 STRIDED = Geometry(oc=6, ic=4, kh=5, kw=3, h=13, w=12, pads=(2, 1, 0, 2), stride=(2, 2), dilation=(1, 2), group=2)
+ODD = Geometry(oc=6, ic=32, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
+UNEVEN = Geometry(oc=5, ic=6, kh=3, kw=2, h=6, w=6, pads=(0, 1, 1, 0))
 ROUNDING = {"fp32": 8 * 2.0**-24, "fp16": 8 * 2.0**-11}
 
 
@@ -109,8 +111,11 @@ ROUNDING = {"fp32": 8 * 2.0**-24, "fp16": 8 * 2.0**-11}
         ("csr", "fp32", Tiling(STRIDED, 1, 2, 2, 6, 1, 2, 2, 1, 2), 3),
         ("packed", "fp16", Tiling(SAME, 1, 2, 5, 8, 1, 2, 4, 1, 3, "images"), 4),
         ("csr", "fp16", Tiling(SAME, 1, 2, 3, 8, 1, 2, 4, 1, 9, "rows"), 1),
+        ("packed", "fp16", Tiling(ODD, 4, 1, 7, 7, 1, 2, 2, 1, 16, "images"), 2),  # two batches of loads a stage
+        ("csr", "fp16", Tiling(ODD, 1, 2, 4, 7, 1, 2, 3, 1, 8, "images"), 4),
+        ("csr", "fp16", Tiling(UNEVEN, 2, 1, 5, 6, 1, 3, 2, 1, 4, "images"), 1),
     ],
-    ids=["packed-fp32", "csr-strided", "packed-image-pairs", "csr-row-pairs"],
+    ids=["packed-fp32", "csr-strided", "packed-image-pairs", "csr-row-pairs", "packed-runs", "csr-runs", "uneven-runs"],
 )
 def test_source_runs_as_cpp(
     name: str, precision: Precision, tiling: Tiling, epilogue_number: int, tmp_path: Path
@@ -127,6 +132,14 @@ def test_source_runs_as_cpp(
     magnitude += 0 if residual is None else np.abs(residual.astype(np.float64))
     got = run_on_cpu(name, case, precision, tiling, tmp_path)
     assert (np.abs(got - expected) <= ROUNDING[precision] * magnitude + 1e-7).all()
+
+
+def test_which_tiles_are_read_in_runs() -> None:
+    assert Tiling(ODD, 4, 1, 7, 7, stage=16, pairs="images").flat
+    assert Tiling(UNEVEN, 2, 1, 5, 6, stage=4, pairs="images").flat
+    assert not Tiling(ODD, 4, 1, 7, 7, stage=12, pairs="images").flat  # runs would start inside of 16 bytes
+    assert not Tiling(ODD, 1, 1, 4, 7, stage=16, pairs="rows").flat
+    assert not Tiling(ODD, 1, 1, 4, 7, stage=16, pairs="images").flat  # half of the map
 
 
 def test_halves_round_as_numpy_does(tmp_path: Path) -> None:
