@@ -27,6 +27,9 @@ whose inputs are too many for L2, took 62 us tile by tile for one group after th
 _VIEW_CHANNELS = 128
 """Output channels of a piece of a strided 1x1 layer at most: every piece fetches the input's sectors, of which it keeps half
 or less, and no halo asks for large tiles."""
+_MAX_PICKS = 2
+"""Elements of a channel that a thread picks from a strided input at most: with 7, ptxas took 29 s for 3k nonzeros (else 1)
+and 20 GB for 52k."""
 _MAX_CODE = 40_000
 """Instructions of one piece at most: what ptxas still takes in seconds."""
 
@@ -209,6 +212,8 @@ def _shapes(
     combine: Combine = "none" if splits == 1 else "cluster" if clusters else "planes"
     if shape.gather and combine == "planes":
         return
+    if shape.origin is not None and not shape.gather and _picks(replace(shape, pixels=pixels)) > _MAX_PICKS:
+        return
     shared = small and splits == 1 and groups_of(shape.geometry, channels)[0] > 1
     for blocks in (1, 2, 3):
         s = replace(
@@ -220,6 +225,12 @@ def _shapes(
             30 if s.mode == "h2" else 14
         ):
             yield s
+
+
+@lru_cache(maxsize=1 << 12)
+def _picks(s: Schedule) -> int:
+    """Elements of one input channel that a thread picks: rows of pixels are loaded whole."""
+    return s.slots
 
 
 def _columns(g: Geometry) -> list[int]:
