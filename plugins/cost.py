@@ -7,6 +7,7 @@ by peak rate, SM count and bandwidth, and say so.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from sparsedeploy.devices import Device
@@ -201,9 +202,9 @@ def _clocks(work: Work, c: Ceilings, at_once: int) -> Clocks:
 def _clocks_fetched(work: Work, c: Ceilings, per_gpc: float) -> float:
     """Clocks per instruction that fetching takes, where `per_gpc` blocks run in a GPC at once."""
     kb = work.heaviest * 16 / 1024
-    distinct = work.pieces * (1 - (1 - 1 / work.pieces) ** per_gpc) if work.pieces > 1 else 1.0
+    distinct = work.pieces * (1 - math.pow(1 - 1 / work.pieces, per_gpc)) if work.pieces > 1 else 1.0
     missed = min(1.0, max(0.0, distinct * kb / c.gpc_code_kb - 1) / 0.75)
-    alone = min(c.far_clocks, c.near_clocks * max(1.0, kb / c.near_kb) ** 1.2 + missed * c.miss_clocks)
+    alone = min(c.far_clocks, c.near_clocks * math.pow(max(1.0, kb / c.near_kb), 1.2) + missed * c.miss_clocks)
     # Blocks of one piece share a fetch, in a GPC and, less, across the chip.
     fetches = min(distinct, per_gpc * work.pieces / (0.6 * work.blocks))
     return max(alone, missed * fetches * c.gpc_clocks * min(1.0, kb / c.sm_code_kb))
@@ -246,7 +247,7 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
     bound = max(bounds, key=lambda name: bounds[name])
     inside, outside = clocks.together * (1e-3 / c.clock_ghz), max(bounds["l2"], bounds["memory"])
     # One block to an SM reads, computes and stores in turn: nothing there overlaps with it, only what other SMs do.
-    body = max(inside, outside) + c.exposed * resident(work, c) ** -c.exposed_power * min(inside, outside)
+    body = max(inside, outside) + _exposed(work, c) * min(inside, outside)
     combine = work.cluster_bytes / (c.cluster_tbs * 1e6) + (c.sync_us if work.cluster_bytes else 0.0)
     if work.planes_bytes:
         combine += work.planes_bytes / (c.l2_tbs * 1e6) + c.sync_us + c.launch_us
@@ -255,6 +256,11 @@ def time_us(work: Work, c: Ceilings) -> tuple[float, str]:
         fits = work.ahead_bytes < c.l2_mb * 1e6 * 0.5
         fixed += c.chain_us + c.latency_us + work.ahead_bytes / ((c.l2_tbs if fits else c.hbm_tbs) * 1e6)
     return fixed + body + combine, "launch" if fixed > body else bound
+
+
+def _exposed(work: Work, c: Ceilings) -> float:
+    # More than three blocks on an SM gained no more where they were measured.
+    return c.exposed * math.pow(min(resident(work, c), 3), -c.exposed_power)
 
 
 def predict(work: Work, c: Ceilings) -> Prediction:

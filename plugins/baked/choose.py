@@ -17,6 +17,9 @@ _COMBINES: tuple[Combine, ...] = ("none", "cluster", "planes")
 _SIZES = (64, 96, 128, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768)
 _OVERLAP_US = 12.0
 _REFINED = 32
+_STAGINGS = 3
+_FEW_FMAS = 0.05
+"""Share of nonzeros below which 64 fp32 sums spill in 80 registers: 32->64@256 took 240 us at 10 to 6 % and 409 at 4 %."""
 PART_FMAS = 60_000
 """Fmas of one entry at most, where a layer is launched in parts: some 12 s of one core's ptxas (scripts/lab/NOTES.md)."""
 WHOLE_FMAS = 80_000
@@ -193,22 +196,26 @@ def candidates(
         base = Schedule(g, mode, pair=pair, use_async=asynchronous, step=0, origin=origin)
         widest = _VIEW_CHANNELS if origin is not None else 72
         small = density * g.oc * (g.ic // g.group) * g.kh * g.kw <= _SHARED_CODE
-        for rows in (1, 2) if density < 0.06 and g.oh > 1 else (1,):
-            for columns in _columns(g):
-                shape = replace(base, rows=rows, columns=columns)
-                total = -(-batch // shape.images_per_unit) * shape.image_pixels
-                for channels in _channels(g, 96 // rows, widest):
-                    for splits in (1, 2, 4, 8) if groups_of(g, channels)[2] >= 64 else (1,):
-                        for pixels in _pixels(shape, total):
-                            for gather in (False, True) if origin is not None else (False,):
-                                s = replace(shape, gather=gather)
-                                yield from _shapes(s, channels, splits, pixels, clusters, small)
+        few = density < _FEW_FMAS
+        for columns in _columns(g):
+            shape = replace(base, columns=columns)
+            total = -(-batch // shape.images_per_unit) * shape.image_pixels
+            for channels in _channels(g, widest):
+                for splits in (1, 2, 4, 8) if groups_of(g, channels)[2] >= 64 else (1,):
+                    for pixels in _pixels(shape, total):
+                        for gather in (False, True) if origin is not None else (False,):
+                            s = replace(shape, gather=gather)
+                            yield from _shapes(s, channels, splits, pixels, clusters, small, few)
 
 
 def _shapes(
-    shape: Schedule, channels: int, splits: int, pixels: int, clusters: bool, small: bool
+    shape: Schedule, channels: int, splits: int, pixels: int, clusters: bool, small: bool, few: bool
 ) -> Iterator[Schedule]:
-    """`small`: all pieces fit an instruction cache, so neighbours may run different ones and share their inputs."""
+    """`small`: all pieces fit an instruction cache, so neighbours may run different ones and share their inputs.
+
+    `few`: so few fmas follow each load that ptxas holds more loads than registers are left beside the sums.
+    """
+    spare = 30 if shape.mode == "h2" else 20 if few else 14
     combine: Combine = "none" if splits == 1 else "cluster" if clusters else "planes"
     if shape.gather and combine == "planes":
         return
@@ -221,9 +228,7 @@ def _shapes(
             pieces_first=shared or (combine == "cluster" and splits >= 4),
         )  # fmt: skip
         oc = groups_of(s.geometry, channels)[1]
-        if (blocks == 1 or blocks * s.threads <= 1024) and register_cap(s) >= oc * s.rows + (
-            30 if s.mode == "h2" else 14
-        ):
+        if (blocks == 1 or blocks * s.threads <= 1024) and register_cap(s) >= oc * s.rows + spare:
             yield s
 
 
@@ -239,15 +244,14 @@ def _columns(g: Geometry) -> list[int]:
     return [0] if g.ow <= 128 or (g.h == 1 and g.kw == 1) else [32, 64]
 
 
-def _channels(g: Geometry, most: int, widest: int) -> list[int]:
-    """Sizes of pieces; `most` is what one row a thread allows, `widest` what is worth a try."""
+def _channels(g: Geometry, widest: int) -> list[int]:
+    """Sizes of pieces, up to what is worth a try."""
     per_oc = g.oc // g.group
     if per_oc < 8 and g.group > 1:
         return sorted({min(g.oc, max(1, 16 // per_oc) * per_oc), min(g.oc, max(1, 32 // per_oc) * per_oc)})
-    sizes = {-(-per_oc // k) for k in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
-    return sorted(size for size in sizes if 8 <= size <= (widest if most >= 96 else min(most, 72))) or [
-        min(per_oc, most)
-    ]
+    # 15 groups of 8 splits fill an H200 once; 5 and 7 do with several tiles.
+    sizes = {-(-per_oc // k) for k in (1, 2, 3, 4, 5, 6, 7, 8, 12, 15, 16, 24, 32, 48, 64)}
+    return sorted(size for size in sizes if 8 <= size <= widest) or [min(per_oc, 96)]
 
 
 def _pixels(s: Schedule, total: int) -> list[int]:
@@ -255,15 +259,23 @@ def _pixels(s: Schedule, total: int) -> list[int]:
     if s.strips > 1 and s.geometry.h == 1:
         return sorted({s.strip * k for k in range(1, 5) if s.strip * k <= 768}) or [min(s.strip, 768)]
     even = {-(-total // -(-total // size)) for size in _SIZES} | {size for size in _SIZES if size <= total}
+    # Whole images, or tiles that begin where a warp's stores do: 128@28 in half2 took 14.3 us by 384 pixels and 15.2 by 381.
+    even = {size if size % s.image_pixels == 0 or size < 32 else -(-size // 32) * 32 for size in even}
     return sorted(size for size in even if size / (-(-size // 32) * 32) > 0.75) or [min(total, 256)]
 
 
-@lru_cache(maxsize=1 << 16)
 def fitted(s: Schedule, limit: int, ceiling: int) -> Schedule | None:
-    """The schedule with stages and ring that fit `limit` bytes: deep enough to hide latency, at most `ceiling` channels."""
+    """The schedule with the first stages and ring that fit `limit` bytes, of at most `ceiling` channels a stage."""
+    return next(iter(_stagings(s, limit, ceiling)), None)
+
+
+@lru_cache(maxsize=1 << 16)
+def _stagings(s: Schedule, limit: int, ceiling: int) -> tuple[Schedule, ...]:
+    """The schedule with all stages and rings worth a try that fit `limit` bytes, large stages first."""
     whole = max(1, ceiling)
     choices = [(whole, 2)] if whole <= 32 else []
     choices += [(8, 4), (4, 6), (4, 4), (4, 3), (2, 4), (2, 3), (1, 3), (1, 2)]
+    found: dict[tuple[int, int], Schedule] = {}
     for channels, ring in choices:
         if channels > whole:
             continue
@@ -275,8 +287,10 @@ def fitted(s: Schedule, limit: int, ceiling: int) -> Schedule | None:
         if max(made.ring_bytes, sums) <= limit // s.min_blocks - 1024 and (
             made.ring_bytes + sums <= limit or made.block_bytes(size) <= limit
         ):
-            return made
-    return None
+            found.setdefault((channels, made.ring_slots), made)
+        if len(found) == _STAGINGS:
+            break
+    return tuple(found.values())
 
 
 def ranked(
@@ -314,7 +328,7 @@ def _searched(
         work = estimate(s, nnz, batch, exact=False)
         if work.heaviest > _MAX_CODE or resident(work, c) < s.min_blocks or not slots(resident(work, c), s.cluster, c):
             continue
-        us, bound = time_us(replace(work, stages=1.0), c)
+        us, bound = time_us(replace(work, stages=max(1.0, groups_of(s.geometry, s.channels)[2] / s.splits / 8)), c)
         guesses.append((us, number, bound, s))
     # The best by rule of thumb are laid out and counted exactly.
     refined: list[tuple[float, int, str, Schedule]] = []
@@ -322,11 +336,11 @@ def _searched(
     for _, number, _, s in sorted(guesses, key=lambda guess: guess[:2]):
         kind = (s.mode, s.channels, s.splits, s.pixels, s.rows, s.columns, s.min_blocks, s.gather)
         ic = groups_of(s.geometry, s.channels)[2]
-        made = None if kind in seen else fitted(s, limit, -(-ic // s.splits))
-        if made is None:
+        stagings = () if kind in seen else _stagings(s, limit, -(-ic // s.splits))
+        if not stagings:
             continue
         seen.add(kind)
-        us, bound = time_us(estimate(made, nnz, batch), c)
+        made, us, bound = min(((m, *time_us(estimate(m, nnz, batch), c)) for m in stagings), key=lambda found: found[1])
         # Overlapping launches won 1.5 us where a block fills an SM for 20, and lost a little at 4 us.
         refined.append((us, number, bound, replace(made, dependent=clusters and us > _OVERLAP_US)))
         if len(refined) == max(_REFINED, count):
