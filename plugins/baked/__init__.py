@@ -26,7 +26,7 @@ from sparsedeploy.plugins.baked.choose import (
     to_config,
 )
 from sparsedeploy.plugins.baked.emit import GATHER_THREADS, SUM_THREADS, Entry, gather_pixels, module
-from sparsedeploy.plugins.baked.measured import MEASURED_DENSITY, Winner, winner
+from sparsedeploy.plugins.baked.measured import Winner, winner
 from sparsedeploy.plugins.baked.read import read_weights
 from sparsedeploy.plugins.baked.schedule import Nonzeros, Piece, Schedule, nonzeros, parts, pieces
 from sparsedeploy.plugins.cost import ceilings, time_us
@@ -226,8 +226,8 @@ class Baked:
             return tuple(result)
         s = from_config(layer.geometry, precision, known.config)
         us, bound = time_us(estimate(s, nnz, batch), c)
-        if abs(layer.sparsity - (1 - MEASURED_DENSITY)) < 0.015 and batch in (1, 32):
-            us, source = known.us, "measured on an H200 with random weights, 90 % zeros"
+        if abs(layer.sparsity - (1 - known.density)) < 0.015 and batch in (1, 32):
+            us, source = known.us, f"measured on an H200 with random weights, {1 - known.density:.0%} zeros"
         first = (to_config(s), Prediction(us=round(us, 2), bound=bound, source=source))
         # It won against these on the device: no prediction of theirs may come before it.
         others = [

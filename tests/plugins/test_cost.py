@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from sparsedeploy.devices import DEVICES, find
-from sparsedeploy.layer import Geometry
-from sparsedeploy.plugins.baked.choose import estimate
+from sparsedeploy.layer import Geometry, Precision
+from sparsedeploy.plugins.baked.choose import estimate, ranked
 from sparsedeploy.plugins.baked.schedule import Combine, Schedule
 from sparsedeploy.plugins.cost import H200, Work, ceilings, predict, resident, slots, time_us
 
@@ -86,3 +86,21 @@ def test_every_device_has_ceilings_and_says_whose() -> None:
         assert peak == pytest.approx(device.fp32_tflops, rel=0.02)
         assert (device.name == "h200") == (c.source == "measured on an H200")
     assert ceilings(find("jetson-nano")).gpcs == 1
+
+
+@pytest.mark.parametrize(("oc", "precision"), [(64, "fp32"), (96, "fp32"), (128, "fp32"), (128, "fp16")])
+def test_more_zeros_are_never_predicted_to_take_longer(oc: int, precision: Precision) -> None:
+    g = Geometry(oc=oc, ic=32, kh=3, kw=3, h=256, w=256, pads=(1, 1, 1, 1))
+    found = [
+        ranked(g, precision, 32, round((1 - zeros) * oc * 32 * 9), H200, (90,), 1)[0][1] for zeros in (0.9, 0.94, 0.98)
+    ]
+    assert found == sorted(found, reverse=True)
+
+
+def test_one_block_an_sm_with_one_stage_is_predicted_slower_than_three() -> None:
+    # 32->64@256, N=32: 239 us at 94 % zeros in three blocks of four stages, 306 at 98 % in one block of one stage.
+    g = Geometry(oc=64, ic=32, kh=3, kw=3, h=256, w=256, pads=(1, 1, 1, 1))
+    base = Schedule(g, "f32", columns=32)
+    single = replace(base, pixels=320, stage_channels=32, ring=2)
+    three = replace(base, pixels=256, stage_channels=8, ring=4, min_blocks=3)
+    assert time_us(estimate(single, 369, 32), H200)[0] > time_us(estimate(three, 1106, 32), H200)[0]
