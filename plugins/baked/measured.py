@@ -16,7 +16,7 @@ _SPARSE_DENSITY = 0.07
 
 
 class Winner(NamedTuple):
-    """The best schedule found for a square convolution of stride 1 that keeps the map's size, on an H200."""
+    """The best schedule found for a square convolution, padded by half its kernel, on an H200."""
 
     oc: int
     ic: int
@@ -27,6 +27,7 @@ class Winner(NamedTuple):
     us: float
     """At the larger end of `batches` for 32, at 1 else."""
     k: int = 3
+    stride: int = 1
     density: float = 0.10
     """Share of nonzeros at which it was measured."""
 
@@ -83,6 +84,43 @@ H200: tuple[Winner, ...] = (
         {"channels": 43, "splits": 2, "combine": 1, "pixels": 784, "ring": 4, "dependent": 1}, 43.1, 1,
     ),
     Winner(
+        512, 256, 56, "fp32", _MANY,
+        {
+            "channels": 64, "pieces_first": 1, "pixels": 392, "columns": 392, "stage_channels": 8, "ring": 4, "min_blocks": 2,
+            "dependent": 1, "gather": 1,
+        }, 74.0, 1, 2,
+    ),
+    Winner(
+        1024, 512, 28, "fp32", _MANY,
+        {"channels": 86, "pieces_first": 1, "pixels": 392, "stage_channels": 8, "ring": 4, "dependent": 1, "gather": 1}, 91.6, 1, 2,
+    ),
+    Winner(
+        2048, 1024, 14, "fp32", _MANY,
+        {"channels": 64, "pixels": 392, "stage_channels": 8, "ring": 4, "dependent": 1, "gather": 1}, 141.3, 1, 2,
+    ),
+    Winner(
+        128, 64, 56, "fp32", _MANY,
+        {"channels": 128, "pixels": 196, "columns": 196, "stage_channels": 8, "ring": 4, "min_blocks": 2, "dependent": 1}, 10.4, 1, 2,
+    ),
+    Winner(
+        256, 128, 28, "fp32", _MANY,
+        {"channels": 128, "pixels": 98, "columns": 98, "stage_channels": 8, "ring": 4, "min_blocks": 2, "dependent": 1}, 8.06, 1, 2,
+    ),
+    Winner(
+        512, 256, 14, "fp32", _MANY,
+        {
+            "channels": 64, "splits": 2, "combine": 1, "pixels": 320, "stage_channels": 8, "ring": 4, "dependent": 1, "gather": 1,
+        }, 12.9, 1, 2,
+    ),
+    Winner(
+        128, 64, 56, "fp32", _FEW,
+        {"channels": 11, "pixels": 136, "columns": 136, "stage_channels": 8, "ring": 4, "dependent": 1}, 3.23, 1, 2,
+    ),
+    Winner(
+        512, 256, 14, "fp32", _FEW,
+        {"channels": 43, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 49, "stage_channels": 32, "ring": 2}, 3.71, 1, 2,
+    ),
+    Winner(
         64, 64, 56, "fp16", _FEW,
         {"channels": 32, "splits": 4, "combine": 1, "pixels": 224, "stage_channels": 16, "pair_rows": 1}, 4.03,
     ),
@@ -117,7 +155,8 @@ def winner(geometry: Geometry, precision: Precision, batch: int, density: float)
     for row in H200:
         pad = row.k // 2
         shape = Geometry(
-            oc=row.oc, ic=row.ic, kh=row.k, kw=row.k, h=row.side, w=row.side, pads=(pad, pad, pad, pad)
+            oc=row.oc, ic=row.ic, kh=row.k, kw=row.k, h=row.side, w=row.side, pads=(pad, pad, pad, pad),
+            stride=(row.stride, row.stride),
         )  # fmt: skip
         near = density <= _SPARSE_DENSITY or row.density > _SPARSE_DENSITY
         if near and geometry == shape and precision == row.precision and row.batches[0] <= batch <= row.batches[1]:

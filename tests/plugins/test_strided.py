@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conv_cases import EPILOGUES, Case, fill
+from conv_cases import EPILOGUES, Case, fill, layer_of, pruned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +20,7 @@ from sparsedeploy.plugins.assemble import assemble
 from sparsedeploy.plugins.baked import BAKED
 from sparsedeploy.plugins.baked.choose import estimate, from_config, ranked, to_config
 from sparsedeploy.plugins.baked.interpret import run_plan
+from sparsedeploy.plugins.baked.measured import winner
 from sparsedeploy.plugins.baked.read import read_image
 from sparsedeploy.plugins.baked.schedule import Schedule, compiled
 from sparsedeploy.plugins.cost import ceilings, time_us
@@ -152,6 +153,17 @@ def test_gathering_ahead_is_chosen_where_many_pieces_read_the_input() -> None:
     for batch in (1, 32):
         assert not ranked(flat, "fp32", batch, 819, c, (90,), 1)[0][0].gather
     assert not any(s.gather for s, _, _ in ranked(deep, "fp32", 32, 200_000, c, (80,), 40) if s.combine == "planes")
+
+
+@pytest.mark.parametrize(("oc", "ic", "side", "batch"), [(512, 256, 56, 32), (2048, 1024, 14, 32), (128, 64, 56, 1)])
+def test_what_won_on_the_device_is_the_first_configuration(oc: int, ic: int, side: int, batch: int) -> None:
+    g = Geometry(oc=oc, ic=ic, kh=1, kw=1, h=side, w=side, stride=(2, 2))
+    known = winner(g, "fp32", batch, 0.1)
+    assert known is not None
+    assert winner(g.model_copy(update={"stride": (1, 1)}), "fp32", batch, 0.1) is None
+    first, predicted = BAKED.configs(layer_of(g, pruned(g.weight_shape, oc * ic // 10, 1)), H200, "fp32", batch)[0]
+    assert {key: first[key] for key in known.config} == known.config
+    assert predicted.us == known.us
 
 
 def test_gathered_copy_is_a_launch_ahead_and_has_the_workspace_to_itself() -> None:
