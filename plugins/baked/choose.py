@@ -18,8 +18,11 @@ _SIZES = (64, 96, 128, 192, 224, 256, 320, 384, 448, 512, 576, 640, 768)
 _OVERLAP_US = 12.0
 _REFINED = 32
 _STAGINGS = 3
+_STEP = 64
+"""Instructions between the barriers that keep warps at the same code."""
 _FEW_FMAS = 0.05
-"""Share of nonzeros below which 64 fp32 sums spill in 80 registers: 32->64@256 took 240 us at 10 to 6 % and 409 at 4 %."""
+"""Share of nonzeros below which 64 fp32 sums spill in 96 registers, above it in 80: 32->64@256 at 4 %, N=32, took 409 us by
+80, 318 by 96 and 242 by as many as ptxas likes."""
 PART_FMAS = 60_000
 """Fmas of one entry at most, where a layer is launched in parts: some 12 s of one core's ptxas (scripts/lab/NOTES.md)."""
 WHOLE_FMAS = 80_000
@@ -30,6 +33,9 @@ whose inputs are too many for L2, took 62 us tile by tile for one group after th
 _VIEW_CHANNELS = 128
 """Output channels of a piece of a strided 1x1 layer at most: every piece fetches the input's sectors, of which it keeps half
 or less, and no halo asks for large tiles."""
+_PICK_COST = 1.7
+"""What a sector costs that is fetched by 4-byte copies, against 16-byte ones: the strided layers of ResNet-50 took 1.5 to 1.9
+times as long as predicted without it."""
 _MAX_PICKS = 2
 """Elements of a channel that a thread picks from a strided input at most: with 7, ptxas took 29 s for 3k nonzeros (else 1)
 and 20 GB for 52k."""
@@ -144,6 +150,7 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     fill = (
         input_rows * moved * ic_part * s.global_bytes * (2 if half else 1) * tiles * s.splits * groups * s.sector_share
     )
+    fill *= 1.0 if s.source is g else _PICK_COST
     row_bytes = (s.input_cols + s.chunk) * s.shared_bytes + 64
     # A layer of few input channels has them all in two slots at most.
     ring = int(min(s.stage_channels * s.ring_slots, 2 * ic_part) * (input_rows + 1) * row_bytes)
@@ -215,7 +222,7 @@ def _shapes(
 
     `few`: so few fmas follow each load that ptxas holds more loads than registers are left beside the sums.
     """
-    spare = 30 if shape.mode == "h2" else 20 if few else 14
+    spare = 30 if shape.mode == "h2" else 40 if few else 18
     combine: Combine = "none" if splits == 1 else "cluster" if clusters else "planes"
     if shape.gather and combine == "planes":
         return
@@ -340,9 +347,13 @@ def _searched(
         if not stagings:
             continue
         seen.add(kind)
+        pieces = groups_of(s.geometry, s.channels)[0] * s.splits
         made, us, bound = min(((m, *time_us(estimate(m, nnz, batch), c)) for m in stagings), key=lambda found: found[1])
         # Overlapping launches won 1.5 us where a block fills an SM for 20, and lost a little at 4 us.
-        refined.append((us, number, bound, replace(made, dependent=clusters and us > _OVERLAP_US)))
+        long = us > _OVERLAP_US
+        # Barriers among many warps of half2 code of many pieces won a fifth (256@14, 512@7), and lost with fp32 or few.
+        step = _STEP if long and s.mode == "h2" and made.threads >= 512 and pieces >= 6 else 0
+        refined.append((us, number, bound, replace(made, dependent=clusters and long, step=step)))
         if len(refined) == max(_REFINED, count):
             break
     return tuple(s for _, _, _, s in sorted(refined, key=lambda guess: guess[:2])[:count])

@@ -36,21 +36,28 @@ _FEW, _MANY = (1, 2), (16, 64)
 H200: tuple[Winner, ...] = (
     Winner(
         128, 128, 28, "fp16", _MANY,
-        {"channels": 64, "splits": 2, "combine": 1, "pieces_first": 1, "pixels": 384, "stage_channels": 8, "dependent": 1}, 14.3,
+        {"channels": 43, "splits": 2, "combine": 1, "pixels": 640, "stage_channels": 4, "step": 64, "dependent": 1}, 13.5,
         density=0.05,
     ),
     Winner(
         256, 256, 14, "fp16", _MANY,
         {
-            "channels": 43, "splits": 4, "combine": 1, "pieces_first": 1, "pixels": 628, "stage_channels": 8, "step": 64,
+            "channels": 43, "splits": 4, "combine": 1, "pieces_first": 1, "pixels": 640, "stage_channels": 4, "step": 64,
             "dependent": 1,
-        }, 17.5, density=0.05,
+        }, 16.7, density=0.05,
     ),
-    Winner(64, 64, 56, "fp32", _FEW, {"channels": 32, "splits": 4, "combine": 1, "pixels": 224, "stage_channels": 16, "ring": 4, "dependent": 1}, 3.6),
+    Winner(
+        512, 512, 7, "fp16", _MANY,
+        {
+            "channels": 35, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 784, "stage_channels": 4, "step": 64,
+            "dependent": 1, "parts": 2,
+        }, 27.4, density=0.05,
+    ),
+    Winner(64, 64, 56, "fp32", _FEW, {"channels": 32, "splits": 4, "combine": 1, "pixels": 224, "stage_channels": 16, "ring": 4, "dependent": 1}, 3.7),
     Winner(64, 64, 56, "fp32", _MANY, {"channels": 64, "pixels": 384, "min_blocks": 2, "dependent": 1}, 22.9),
     Winner(
         128, 128, 28, "fp32", _FEW,
-        {"channels": 26, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 262, "stage_channels": 16, "ring": 2}, 4.8,
+        {"channels": 26, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 262, "stage_channels": 16, "ring": 2}, 5.2,
     ),
     Winner(
         128, 128, 28, "fp32", _MANY,
@@ -158,7 +165,7 @@ def winner(geometry: Geometry, precision: Precision, batch: int, density: float)
             oc=row.oc, ic=row.ic, kh=row.k, kw=row.k, h=row.side, w=row.side, pads=(pad, pad, pad, pad),
             stride=(row.stride, row.stride),
         )  # fmt: skip
-        near = density <= _SPARSE_DENSITY or row.density > _SPARSE_DENSITY
+        near = density <= _SPARSE_DENSITY or row.density > _SPARSE_DENSITY  # sparse rows stand first
         if near and geometry == shape and precision == row.precision and row.batches[0] <= batch <= row.batches[1]:
             return row
     return None
