@@ -655,7 +655,9 @@ _SHORT = 32
 
 def _shortlist(geometry: Geometry, device: Device, n: int, precision: Precision, clusters: bool) -> _Space:
     """The best tilings at each of some densities."""
-    key = (geometry, device.name, device.sm_count, device.shared_kb_per_block, n, precision, clusters)
+    # All that times depend on: a device whose ceilings were measured keeps its name.
+    ceilings = (device.sm, device.sm_count, device.shared_kb_per_block, device.bandwidth_gbs, device.fp32_tflops)
+    key = (geometry, ceilings, n, precision, clusters)
     if key not in _SHORTLISTS:
         space = _space(geometry, device, n, precision, clusters)
         total = geometry.oc * geometry.ic // geometry.group * geometry.kh * geometry.kw

@@ -110,7 +110,11 @@ def build_nodes(names: Sequence[str]) -> list[tuple[str, SparseConv, int]]:
     tiling = Tiling(CLUSTERED, 1, 4, 2, 7, 1, 4, 2, 4, 2)
     options = BuildOptions("fp32", 1, (90,), True)
     clustered = direct.with_code(bare, "csr", CSR.places(bare.node), device, options, tiling).node
-    return [*nodes, ("csr in clusters of 4", clustered, 2)]
+    # Image pairs read in runs: two stages, the next read ahead, and an odd batch.
+    bare = CSR.build(layer, weight, None, device, {}, BuildOptions("fp16"))
+    tiling, options = Tiling(CLUSTERED, 2, 1, 7, 7, 1, 4, 2, 1, 8, "images"), BuildOptions("fp16", 3, (90,), True)
+    runs = direct.with_code(bare, "csr", CSR.places(bare.node), device, options, tiling).node
+    return [*nodes, ("csr in clusters of 4", clustered, 2), ("csr in runs of image pairs", runs, 3)]
 
 
 def build_small() -> list[tuple[str, SparseConv, int]]:

@@ -1,7 +1,8 @@
 """Schedules that won on a device: what the cost model, right within a fifth on average, cannot tell apart.
 
 A row holds for one shape, dtype and range of batches, between 4 and 20 % nonzeros (up to 7 % where it was measured at 5 %);
-its time was measured at 10 or 5 %, fp16 with half2 sums. Measured by scripts/bench_kernels.py and by hand (scripts/lab/NOTES.md).
+its time was measured at 10 or 5 %, fp16 with half2 sums. Measured by scripts/bench_kernels.py and
+scripts/lab/bench_baked.py (scripts/lab/NOTES.md).
 """
 
 from __future__ import annotations

@@ -244,6 +244,18 @@ def test_resnet_layers_fit_every_device_from_sparse_to_dense(channels: int, size
             assert tiling.shared_bytes(tiling.stages(channels), 2) <= device.shared_kb_per_block * 1024
 
 
+def test_tilings_are_shortlisted_anew_for_other_ceilings_of_a_device() -> None:
+    g = Geometry(oc=32, ic=32, kh=3, kw=3, h=14, w=14, pads=(1, 1, 1, 1))
+    device = DEVICE_OF[90]
+    slower = device.model_copy(update={"bandwidth_gbs": device.bandwidth_gbs / 64})
+    for before in (device, slower):
+        direct._shortlist(g, before, 32, "fp32", True)
+    kept = direct._shortlist(g, slower, 32, "fp32", True)
+    direct._SHORTLISTS.clear()
+    assert np.array_equal(kept.shape, direct._shortlist(g, slower, 32, "fp32", True).shape)
+    assert not np.array_equal(kept.shape, direct._shortlist(g, device, 32, "fp32", True).shape)
+
+
 def test_prediction_respects_memory_and_grows_with_the_work() -> None:
     g = Geometry(oc=64, ic=64, kh=3, kw=3, h=28, w=28, pads=(1, 1, 1, 1))
     sparse, dense = (fill(g, EPILOGUES[0], nnz, 1, 1).layer for nnz in (1000, 30000))
