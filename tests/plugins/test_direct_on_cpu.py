@@ -137,6 +137,7 @@ def test_source_runs_as_cpp(
 def test_which_tiles_are_read_in_runs() -> None:
     assert Tiling(ODD, 4, 1, 7, 7, stage=16, pairs="images").flat
     assert Tiling(UNEVEN, 2, 1, 5, 6, stage=4, pairs="images").flat
+    assert not Tiling(ODD, 4, 1, 7, 7, sets=24, slots=3, stage=16, pairs="images").flat  # too few registers
     assert not Tiling(ODD, 4, 1, 7, 7, stage=12, pairs="images").flat  # runs would start inside of 16 bytes
     assert not Tiling(ODD, 1, 1, 4, 7, stage=16, pairs="rows").flat
     assert not Tiling(ODD, 1, 1, 4, 7, stage=16, pairs="images").flat  # half of the map
