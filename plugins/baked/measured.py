@@ -87,10 +87,17 @@ H200: tuple[Winner, ...] = (
             "dependent": 1,
         }, 40.6, 1,
     ),
-    Winner(
-        256, 1024, 14, "fp32", _MANY,
-        {"channels": 43, "splits": 2, "combine": 1, "pixels": 784, "ring": 4, "dependent": 1}, 43.1, 1,
-    ),
+    Winner(64, 64, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1}, 15.3, 1),
+    Winner(64, 256, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1}, 41.8, 1),
+    Winner(128, 256, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1}, 74.6, 1),
+    Winner(128, 512, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1}, 33.9, 1),
+    Winner(256, 512, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1}, 82.2, 1),
+    Winner(256, 1024, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "splits": 2, "combine": 1, "stage_channels": 8, "ring": 4, "dependent": 1}, 40.6, 1),
+    Winner(512, 128, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1}, 37.3, 1),
+    Winner(512, 1024, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "stage_channels": 8, "ring": 4, "dependent": 1}, 76.7, 1),
+    Winner(512, 2048, 7, "fp32", _MANY, {"channels": 64, "splits": 4, "combine": 1, "pieces_first": 1, "pixels": 523, "stage_channels": 8, "ring": 4, "dependent": 1}, 41.1, 1),
+    Winner(1024, 256, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "stage_channels": 8, "ring": 4, "min_blocks": 2, "dependent": 1}, 36.0, 1),
+    Winner(2048, 512, 7, "fp32", _MANY, {"channels": 64, "pixels": 392, "stage_channels": 8, "ring": 4, "dependent": 1}, 39.1, 1),
     Winner(
         512, 256, 56, "fp32", _MANY,
         {

@@ -294,6 +294,11 @@ class Schedule:
         return phases
 
     @property
+    def loads_abreast(self) -> int:
+        """Chunks that all threads together load in one go: those of `phases` input channels."""
+        return self.positions * self.phases
+
+    @property
     def slots(self) -> int:
         """Chunks of one input channel that a thread loads."""
         return -(-self.positions // self.threads)
