@@ -85,10 +85,11 @@ def _lines(pool: Pool, dtype: Precision) -> Iterator[str]:
         yield from (f"setp.gt.f32 %more, %f{at}, %best;", f"setp.nan.or.f32 %more, %f{at}, %f{at}, %more;")
         yield f"@%more mov.f32 %best, %f{at};"
     yield from ("ld.param.u64 %y, [y];", f"mul.wide.u32 %far, %at, {size};", "add.s64 %y, %y, %far;")
+    # Streaming stores: what is written leaves the L2 ahead of the code of layers around it.
     if dtype == "fp32":
-        yield "st.global.f32 [%y], %best;"
+        yield "st.global.cs.f32 [%y], %best;"
     else:
-        yield from ("cvt.rn.f16.f32 %half, %best;", "st.global.b16 [%y], %half;")
+        yield from ("cvt.rn.f16.f32 %half, %best;", "st.global.cs.b16 [%y], %half;")
     yield from ("ret;", "}")
 
 

@@ -39,8 +39,8 @@ times as long as predicted without it."""
 _MAX_PICKS = 2
 """Elements of a channel that a thread picks from a strided input at most: with 7, ptxas took 29 s for 3k nonzeros (else 1)
 and 20 GB for 52k."""
-_MUCH = 4096
-"""Pixels from which on a launch has blocks of 128 for a good part of the SMs, times its groups of output channels."""
+_MUCH = 1024
+"""Pixels of a strip, over the batch, from which on tiles of 128 are many enough."""
 _MAX_CODE = 40_000
 """Instructions of one piece at most: what ptxas still takes in seconds."""
 

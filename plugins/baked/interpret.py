@@ -1320,7 +1320,7 @@ class _Decoder:
     def op_bar(self, ins: Instruction, mods: list[str]) -> Do:
         return _nothing
 
-    op_membar = op_fence = op_griddepcontrol = op_prefetch = op_prefetchu = op_discard = op_bar
+    op_membar = op_fence = op_griddepcontrol = op_prefetch = op_prefetchu = op_discard = op_createpolicy = op_bar
 
 
 def _nothing(batch: _Batch, f: _Fragment) -> None:

@@ -322,6 +322,21 @@ def test_supports_says_why_not() -> None:
     assert transposed.code == "operator"
 
 
+@pytest.mark.parametrize(("arch", "version", "marked"), [(80, "7.0", False), (90, "7.8", True)])
+def test_activations_leave_the_l2_ahead_of_code_where_that_was_measured(arch: int, version: str, marked: bool) -> None:
+    g = Geometry(oc=4, ic=3, kh=3, kw=3, h=6, w=8, pads=(1, 1, 1, 1))
+    weight = np.ones(g.weight_shape, np.float32)
+    entry = Entry("k", Schedule(g, "f32"))
+    lines = module(g, nonzeros(weight, g), None, Epilogue(), [entry], arch, version).splitlines()
+    copies = [line for line in lines if "cp.async." in line and ".shared.global" in line]
+    stores = [line for line in lines if "st.global" in line]
+    assert copies
+    assert len(stores) == g.oc
+    assert all((".L2::cache_hint" in line and line.endswith(", %first;")) == marked for line in copies)
+    assert all(("st.global.cs." in line) == marked for line in stores)
+    assert any("createpolicy" in line for line in lines) == marked
+
+
 def test_a_flattened_convolution_says_so_in_its_header() -> None:
     g = Geometry(oc=4, ic=4, kh=1, kw=1, h=6, w=10)
     text = module(
