@@ -483,6 +483,11 @@ def _panel(axis: Any, panel: tuple[str, int], rows: Sequence[Row]) -> None:
         if points:
             axis.plot(*zip(*points, strict=True), color=COLOURS[precision], marker="o", label=f"sparse {precision}")
     axis.set(title=f"{panel[0]}, N={panel[1]}", xlabel="zeros, %", ylabel="ms", yscale="log")
+    for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        ticks(lambda value, _: f"{value:g}")
+    axis.tick_params(axis="y", which="minor", labelsize=7)
+    shown = {round(100 * row.sparsity) for row in rows}
+    axis.set(xlim=(min(shown) - 2, max(shown) + 2), xticks=sorted(shown))
     axis.title.set_fontsize(9)
 
 
