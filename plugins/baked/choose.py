@@ -39,8 +39,8 @@ times as long as predicted without it."""
 _MAX_PICKS = 2
 """Elements of a channel that a thread picks from a strided input at most: with 7, ptxas took 29 s for 3k nonzeros (else 1)
 and 20 GB for 52k."""
-_MUCH = 1024
-"""Pixels of a strip, over the batch, from which on tiles of 128 are many enough."""
+_MUCH = 256
+"""Pixels of a strip, over the batch, from which on tiles have at least 128."""
 _MAX_CODE = 40_000
 """Instructions of one piece at most: what ptxas still takes in seconds."""
 
@@ -250,8 +250,10 @@ def _picks(s: Schedule) -> int:
 def _columns(g: Geometry) -> list[int]:
     if g.h == 1 and g.w > 256 and g.kw == 1:  # flattened: a strip is a stretch of pixels
         return sorted({(g.w // k + 8) // 8 * 8 for k in range(max(1, g.w // 768), g.w // 128 + 1)})[-6:]
+    if g.ow <= 128:
+        return [0]
     # Of a 14x14 map stretches of 64 beat tiles that cross images: 78 us against 97 for 1024->512, 50 and 58 for 256->1024.
-    return [0] if g.ow <= 128 else [32, 64]
+    return [64] if g.h == 1 and g.kw == 1 else [32, 64]
 
 
 def _channels(g: Geometry, widest: int) -> list[int]:
@@ -268,7 +270,7 @@ def _pixels(s: Schedule, total: int) -> list[int]:
     """Thread counts near the usual ones, evened out over the tiles."""
     if s.strips > 1 and s.geometry.h == 1:
         sizes = {s.strip * k for k in range(1, 5) if s.strip * k <= 768}
-        # With work for every SM, blocks of a warp or two never won, whatever the model thinks of them.
+        # The model thinks well of blocks of a warp or two; on the device they took up to three times as long (N=8, 32).
         least = 128 if total >= _MUCH else 1
         return sorted(size for size in sizes if size >= least) or [min(s.strip, 768)]
     even = {-(-total // -(-total // size)) for size in _SIZES} | {size for size in _SIZES if size <= total}
