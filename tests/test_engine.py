@@ -490,7 +490,9 @@ def test_an_engine_without_its_record(loadable: Path) -> None:
     record_path(loadable).unlink()
     assert "cannot be read" in refusal(lambda: load_check(loadable), InputError)
     record_path(loadable).write_text("{}")
-    assert "EngineRecord" in refusal(lambda: load_check(loadable), InputError)
+    said = refusal(lambda: load_check(loadable), InputError)
+    assert "Field required" in said
+    assert "that `build` leaves beside an engine" in said
 
 
 def test_an_engine_that_is_not_there(tmp_path: Path) -> None:
