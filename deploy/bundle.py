@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -85,14 +86,16 @@ def writing(out: Path) -> Iterator[Path]:
     """
     refuse_foreign(out)
     out = out.resolve()
+    # Named before it exists: Ctrl-C at the moment it is made must find it as well.
+    temporary = out.parent / f".{out.name}.{secrets.token_hex(4)}"
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise MachineError(
-            f"{out}: cannot be written ({error.strerror}). Choose a folder you may write with -o."
-        ) from error
-    try:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir(mode=0o700)
+        except OSError as error:
+            raise MachineError(
+                f"{out}: cannot be written ({error.strerror}). Choose a folder you may write with -o."
+            ) from error
         yield temporary
         temporary.chmod(0o755)
         _publish(temporary, out)
