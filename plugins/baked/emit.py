@@ -171,8 +171,8 @@ class _Writer:
         part: int, bias: NDArray[np.float32] | None, epilogue: Epilogue, marked: bool,
     ) -> None:  # fmt: skip
         self.store, self.marked = "st.global.cs" if marked else "st.global", marked and entry.schedule.asynchronous
-        """Whether inputs and outputs are the first to leave the L2: else they drive out code, which is then fetched from
-        memory line after line (15 to 17 us for 0.3 to 1.5 MB on an H200)."""
+        """Whether inputs and outputs are the first to leave the L2, where they drive out code: 15 us a layer in a chain of equal
+        layers on an H200, no gain seen in whole networks (scripts/lab/NOTES.md)."""
         self.name, self.s, self.weights, self.pieces = entry.part_name(part), entry.schedule, weights, cut[part]
         self.part, self.said = part, f"of={entry.name} part={part} parts={len(cut)}"
         self.g, self.bias, self.epilogue = entry.schedule.geometry, bias, epilogue
