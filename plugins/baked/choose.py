@@ -41,6 +41,11 @@ _MAX_PICKS = 2
 and 20 GB for 52k."""
 _MUCH = 256
 """Pixels of a strip, over the batch, from which on tiles have at least 128."""
+_WOVEN_CHUNK = 2
+"""Elements that a copy moves at most where channels are woven together: of rows that allow 16 bytes the copies are cheap, and weaving
+gains nothing (64@56, 128@28); of odd rows it does (512@7, N=32, fp32: 41 to 29 us; 256@14: 31 to 26)."""
+_SMALL_COPY = 4
+"""Wavefronts of shared memory that a warp's asynchronous copy of 4 bytes a lane counts for."""
 _MAX_CODE = 40_000
 """Instructions of one piece at most: what ptxas still takes in seconds."""
 
@@ -61,7 +66,7 @@ def from_config(geometry: Geometry, precision: Precision, config: Config) -> Sch
     """The schedule that a configuration names; raises ValueError for a name it does not know."""
     known = {
         "sums", "pair_rows", "channels", "splits", "combine", "mates", "pieces_first", "pixels", "rows", "columns", "stage_channels",
-        "ring", "min_blocks", "step", "dependent", "sync", "parts", "gather",
+        "ring", "min_blocks", "step", "dependent", "sync", "parts", "gather", "interleave", "stream",
     }  # fmt: skip
     unknown = set(config) - known
     if unknown:
@@ -76,7 +81,7 @@ def from_config(geometry: Geometry, precision: Precision, config: Config) -> Sch
         splits=c("splits", 1), combine=combine, mates=c("mates", 1), pieces_first=bool(c("pieces_first", 0)),
         pixels=c("pixels", 256), rows=c("rows", 1), columns=c("columns", 0), stage_channels=c("stage_channels", 4),
         ring=c("ring", 3), min_blocks=c("min_blocks", 1), step=c("step", 0), dependent=bool(c("dependent", 0)),
-        sync=c("sync", 0), parts=c("parts", 0),
+        sync=c("sync", 0), parts=c("parts", 0), interleave=c("interleave", 1), stream=bool(c("stream", 0)),
     )  # fmt: skip
 
 
@@ -88,6 +93,10 @@ def to_config(s: Schedule) -> Config:
         "stage_channels": s.stage_channels, "ring": s.ring, "min_blocks": s.min_blocks, "step": s.step,
         "dependent": int(s.dependent), "sync": s.sync, "parts": s.parts,
     }  # fmt: skip
+    if s.interleave > 1:
+        config["interleave"] = s.interleave
+    if s.stream:
+        config["stream"] = 1
     if s.origin is not None:
         config["gather"] = int(s.gather)
     if s.mode != "f32":
@@ -129,7 +138,7 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     fmas = nnz / (groups * s.splits) * s.rows
     readers = min(oc, per_oc) * (1 if s.rows == 1 else 1.6)
     taps = ((s.rows - 1) * g.stride[0] + g.kh) * g.kw
-    loads = ic_part * taps * (1 - (1 - density) ** readers)
+    loads = ic_part / s.abreast * taps * (1 - (1 - density) ** (readers * s.abreast))
     stages = ic_part / s.stage_channels
     strip_rows = s.pixels / s.strip * s.rows * g.stride[0]
     input_rows = strip_rows + (g.kh - 1) * g.dilation[0] + (1 if s.pixels % s.strip else 0)
@@ -137,7 +146,9 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     if exact:
         input_rows = float(s.input_rows)
     moved = s.input_cols + s.chunk if s.strips > 1 else g.w
-    copies = input_rows * moved / s.chunk / s.threads * s.stage_channels
+    copied = s.pixels / s.image_pixels * s.whole_rows or input_rows
+    copies = copied * moved / s.chunk / s.threads * s.stage_channels
+    small = _SMALL_COPY if s.asynchronous and s.chunk * s.global_bytes == 4 else 0
     half = s.mode == "h2"
     own = oc / (s.splits if s.combine == "cluster" else 1)
     fixed = (
@@ -145,7 +156,12 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
         + oc * s.rows * (1 + (1 if s.combine == "cluster" else 0))
         + own * s.rows * ((4 if half else 1.5) + (2 * s.splits if s.combine == "cluster" else 0))
     )
-    instructions = fmas + loads * (2 if s.mode == "hf" else 1) + stages * (6 + copies * (8 if half else 1)) + fixed
+    instructions = (
+        fmas
+        + loads * (2 if s.mode == "hf" else 1)
+        + stages * (6 + copies * (8 if half else 1 if s.abreast == 1 else 1.6))
+        + fixed
+    )
     tiles = s.tiles().value({"N": batch})
     blocks = -(-tiles // s.mates) * s.mates * s.splits * groups
     sums = oc * s.rows * s.threads * 4
@@ -162,11 +178,11 @@ def estimate(s: Schedule, nnz: int, batch: int, exact: bool = True) -> Work:
     output = batch * g.oc * g.oh * g.ow
     return Work(
         blocks=blocks, threads=s.threads, registers=registers(s, oc), shared_bytes=shared, instructions=instructions,
-        heaviest=instructions * 1.03, loads=loads * (s.load_wavefronts if exact else 1.0), pieces=groups * s.splits, fill_bytes=fill,
+        heaviest=instructions * 1.03, loads=loads * s.abreast * (s.load_wavefronts if exact else 1.0) + stages * copies * small, pieces=groups * s.splits, fill_bytes=fill,
         read_bytes=batch * g.ic * g.h * g.w * s.global_bytes * s.sector_share, ahead_bytes=_gathered(s, batch), write_bytes=output * s.global_bytes, cluster=s.cluster,
         stages=stages, ahead=max(1, s.ring_slots - 1), cluster_bytes=blocks * sums * (s.splits - 1) / s.splits if s.combine == "cluster" else 0.0,
         planes_bytes=2.0 * s.splits * output * 4 if s.combine == "planes" else 0.0, launches=part_count(s, nnz),
-        plain=not s.asynchronous, halves=half, readers=1 if s.pieces_first else groups,
+        plain=not s.asynchronous and s.abreast == 1, halves=half, readers=1 if s.pieces_first else groups,
     )  # fmt: skip
 
 
@@ -308,6 +324,19 @@ def _stagings(s: Schedule, limit: int, ceiling: int) -> tuple[Schedule, ...]:
     return tuple(found.values())
 
 
+def _woven(s: Schedule, limit: int) -> Iterator[Schedule]:
+    """The schedule with channels side by side, where copies are small: of 3x3 maps stages of more than 4 channels spill."""
+    if s.mode != "f32" or s.chunk > _WOVEN_CHUNK:
+        return
+    channels = 8 if (s.geometry.kh, s.geometry.kw) == (1, 1) else 4
+    made = replace(
+        s, interleave=4 if s.chunk == 1 and s.geometry.stride == (1, 1) else 2, stage_channels=channels, ring=2
+    )
+    oc = groups_of(s.geometry, s.channels)[1]
+    if made.abreast > 1 and made.block_bytes(oc + oc // 8) <= limit // s.min_blocks - 1024:
+        yield made
+
+
 def ranked(
     geometry: Geometry, precision: Precision, batch: int, nnz: int, c: Ceilings, archs: tuple[int, ...], count: int = 5,
     sums: tuple[int, ...] = (16,),
@@ -356,12 +385,15 @@ def _searched(
             continue
         seen.add(kind)
         pieces = groups_of(s.geometry, s.channels)[0] * s.splits
-        made, us, bound = min(((m, *time_us(estimate(m, nnz, batch), c)) for m in stagings), key=lambda found: found[1])
+        tried = (*stagings, *_woven(stagings[0], limit))
+        made, us, bound = min(((m, *time_us(estimate(m, nnz, batch), c)) for m in tried), key=lambda found: found[1])
         # Overlapping launches won 1.5 us where a block fills an SM for 20, and lost a little at 4 us.
         long = us > _OVERLAP_US
         # Barriers among many warps of half2 code of many pieces won a fifth (256@14, 512@7), and lost with fp32 or few.
         step = _STEP if long and s.mode == "h2" and made.threads >= 512 and pieces >= 6 else 0
-        refined.append((us, number, bound, replace(made, dependent=clusters and long, step=step)))
+        # Where nothing is read twice, what was read and written only drives out what will be (512->256@28, N=32: 85 to 50 us).
+        stream = clusters and long and made.origin is None and (made.geometry.kh, made.geometry.kw) == (1, 1)
+        refined.append((us, number, bound, replace(made, dependent=clusters and long, step=step, stream=stream)))
         if len(refined) == max(_REFINED, count):
             break
     return tuple(s for _, _, _, s in sorted(refined, key=lambda guess: guess[:2])[:count])

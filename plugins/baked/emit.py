@@ -24,7 +24,7 @@ Grammar (one instruction per line, optional `@%p ` or `@!%p ` guard, `;` at the 
   predicates   setp.lt.u32  setp.lt.and.u32 %p, a, b, %q
   control      bra ret bar.sync 0
   global       ld.global.{b16,u16,b32,v2.b32,v4.b32,f32}  st.global.{b16,b32,v2.b32,f32}       addresses [%reg+imm]; u16 goes to a .b32 register
-  shared       ld.shared.{b16,b32,f32}  st.shared.{u16,b32,v2.b32,v4.b32}             addresses [%reg+imm]
+  shared       ld.shared.{b16,b32,f32,v2.f32,v4.f32}  st.shared.{u16,b32,v2.b32,v4.b32}             addresses [%reg+imm]
   async        cp.async.ca.shared.global (4, 8 bytes)  cp.async.cg.shared.global (16 bytes), with a source size of 0 for
                padding: [%to+imm], [%from+imm], BYTES, %size    cp.async.commit_group
                cp.async.wait_group K                   (sm_80 and later; a copy is visible after wait_group and bar.sync)
@@ -49,7 +49,7 @@ Markers and conventions that make the weights recoverable from the text alone:
        (the geometry as compiled: a 1x1 convolution of stride 1 without pads is flattened to h=1, w=H*W; one of a larger
        stride is compiled as the dense one of its output's size, followed by `view=H,W,sh,sw`, what it is a view of)
   `// entry NAME of=NAME part=I parts=K mode=.. pair=none|image|row rows=P splits=KS pixels=T strip=COLUMNS stage=BYTES plane=BYTES pitch=BYTES element=BYTES`
-       (and, of a view, `input=strided`: blocks pick its elements, or `input=gathered`: they read what the entry NAME_gather,
+       (where channels lie side by side, `abreast=V`; and, of a view, `input=strided`: blocks pick its elements, or `input=gathered`: they read what the entry NAME_gather,
        announced by `// gather NAME`, left in the workspace)
        before each entry; the K parts of one `of` carry the weights together. Bytes are shared-memory strides: ring slot, channel, input row, pixel. COLUMNS: see Schedule.
   `// piece g ks ic=LO..HI oc=a,b,c`   at each piece's label; HI exclusive; channels are absolute (of the whole input).
@@ -60,7 +60,8 @@ Markers and conventions that make the weights recoverable from the text alone:
        inputs' (in a cluster it is loaded to %f while the blocks wait for each other): `mov %a, 0`, `@%s ld.global %a, [%q2+IMM]` (h2: two neighbours' words, then swapped by shfl and prmt) and,
        ahead of the first stage, `add %a, %a, imm` (h2: `mov.b32 %w`, `add.rn.f16x2`): the bias.
   `ld.shared.* %v?, [%b+IMM]` is the only use of %b, and IMM gives the tap: rel = IMM - slot * stage;
-       c = rel // plane, r = rel % plane // pitch, x = rel % pitch // element; the input channel is LO + c of the stage,
+       c = rel // plane, r = rel % plane // pitch, x = rel % pitch // element; the input channel is LO + c of the stage (where
+       the entry says abreast=V: LO + V * c + rel % element / 4, and `ld.shared.v{V}.f32 {%v?, ...}` loads that one and those after it),
        the input row is r = j * sh + ky * dh and the column x = kx * dw, relative to the thread's first output pixel.
   `fma.rn.f32 %a, %v, 0f........, %a`  or  `mov.b32 %w, 0x........` and `fma.rn.f16x2 %a, %v, %w, %a`: the weight of (oc, ic, ky, kx) for row j, where
        ky = (r - j * sh) / dh, kx = x / dw. In mode hf the %v is the destination of the cvt of that load.
@@ -90,6 +91,8 @@ _TAPS_AHEAD = 4
 """Input elements loaded together, one group ahead of their use: two groups are live beside the sums."""
 Tap = tuple[int, int]
 """(row, column) of an input element relative to the thread's first output pixel."""
+_Load = tuple[int, Tap, list[list[tuple[int, float]]]]
+"""(plane of the slot, tap, for each of the channels abreast the (sum, weight) pairs that its value feeds)."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ def module(
         if entry.schedule.gather:
             out += _gather_entry(entry)
         for number in range(len(cut)):
-            out += _Writer(entry, by_channel, cut, number, bias, epilogue, arch >= _MARKED_FROM).text()
+            out += _Writer(entry, by_channel, cut, number, bias, epilogue, arch).text()
         if entry.schedule.combine == "planes":
             out += _sum_entry(entry, epilogue)
     return "\n".join(out) + "\n"
@@ -168,14 +171,15 @@ class _Writer:
 
     def __init__(
         self, entry: Entry, weights: dict[int, list[tuple[int, int, int, float]]], cut: Sequence[Sequence[Piece]],
-        part: int, bias: NDArray[np.float32] | None, epilogue: Epilogue, marked: bool,
+        part: int, bias: NDArray[np.float32] | None, epilogue: Epilogue, arch: int,
     ) -> None:  # fmt: skip
-        self.store, self.marked = "st.global.cs" if marked else "st.global", marked and entry.schedule.asynchronous
-        """Whether inputs and outputs are the first to leave the L2, where they drive out code: 15 us a layer in a chain of equal
-        layers on an H200, no gain seen in whole networks (scripts/lab/NOTES.md)."""
+        streams = entry.schedule.stream and arch >= _MARKED_FROM
+        self.store, self.marked = "st.global.cs" if streams else "st.global", streams and entry.schedule.asynchronous
         self.name, self.s, self.weights, self.pieces = entry.part_name(part), entry.schedule, weights, cut[part]
         self.part, self.said = part, f"of={entry.name} part={part} parts={len(cut)}"
         self.g, self.bias, self.epilogue = entry.schedule.geometry, bias, epilogue
+        self.woven = entry.schedule.abreast > 1
+        """Whether channels come to lie side by side, on their way through registers."""
         self.lines: list[str] = []
         self.plane_out = self.g.oh * self.g.ow
         self.channel_bytes = self.s.source.h * self.s.source.w * self.s.global_bytes
@@ -225,7 +229,7 @@ class _Writer:
         head = [
             f"// entry {self.name} {self.said} mode={s.mode} pair={s.pair} rows={s.rows} splits={s.splits} "
             f"pixels={s.pixels} strip={s.strip} stage={s.slot_bytes} plane={s.plane_bytes} pitch={s.pitch_bytes} "
-            f"element={s.shared_bytes}{_input(s)}",
+            f"element={s.element_bytes}{f' abreast={s.abreast}' if s.abreast > 1 else ''}{_input(s)}",
             f".visible .entry {self.name}({', '.join(parameters)})",
             f".maxntid {s.threads}, 1, 1",
             *([f".minnctapersm {s.min_blocks}"] if s.min_blocks > 1 else []),
@@ -292,6 +296,8 @@ class _Writer:
         self.op(f"div.u32 %r5, %r5, {s.strip}", f"mul.lo.u32 %r5, %r5, {s.rows * g.stride[0]}")
         for slot in range(s.slots):
             self._loader(slot)
+        if self.woven:
+            self._wipe()
         if s.combine == "cluster" and not self.aliased and not self.synced:
             self.op("barrier.cluster.arrive.aligned")
         if s.dependent and s.parts <= 1:
@@ -313,7 +319,7 @@ class _Writer:
     def _clear(self) -> None:
         """Zero the columns beside the image in every row of the ring: nothing else writes them, so once is enough."""
         s = self.s
-        if not s.pad_elements:
+        if not s.pad_elements or self.woven:
             return
         kind = "u16" if s.shared_bytes == 2 else "b32"
         planes = s.ring_slots * s.stage_channels
@@ -331,7 +337,19 @@ class _Writer:
             for plane in range(0, planes, abreast):
                 self.op(f"setp.lt.u32 %p0, %r7, {min(abreast, planes - plane)}")
                 for element in s.pad_elements:
-                    self.op(f"@%p0 st.shared.{kind} [%r9+{plane * s.plane_bytes + element * s.shared_bytes}], %r6")
+                    self.op(f"@%p0 st.shared.{kind} [%r9+{plane * s.plane_bytes + element * s.element_bytes}], %r6")
+
+    def _wipe(self) -> None:
+        """Zero the ring once, ahead of the wait for the kernel before: only elements of the input are stored over it."""
+        s, step = self.s, 16 * self.s.threads
+        self.op("mov.b32 %r6, 0", "shl.b32 %r7, %r1, 4", "add.s32 %r7, %r7, %r15")
+        for first in range(0, s.ring_bytes, step):
+            left = -(-(s.ring_bytes - first) // 16)
+            if left < s.threads:
+                self.op(f"setp.lt.u32 %p0, %r1, {left}")
+            guard = "@%p0 " if left < s.threads else ""
+            self.op(f"{guard}st.shared.v4.b32 [%r7+{first}], {{%r6, %r6, %r6, %r6}}")
+        self.op("bar.sync 0")
 
     def _loader(self, slot: int) -> None:
         """%u{3*slot}: shared address; %g{slot}: global address (of the pair's second part: %z); %l, %m: whether to load, %k: whether to fill."""
@@ -348,11 +366,15 @@ class _Writer:
             self.op(f"mov.u32 %r6, {thread}")
         # Row of the tile in %r8, image after the tile's first in %r7, row inside that image's virtual rows in %r9.
         self.op(f"div.u32 %r8, %r6, {s.load_chunks}", f"rem.u32 %r6, %r6, {s.load_chunks}")
-        self.op("add.s32 %r9, %r8, %r5", f"div.u32 %r7, %r9, {s.image_rows}", f"rem.u32 %r9, %r9, {s.image_rows}")
+        if s.whole_rows:
+            self.op(f"div.u32 %r7, %r8, {s.whole_rows}", f"rem.u32 %r9, %r8, {s.whole_rows}")
+            self.op(f"add.s32 %r9, %r9, {g.pads[0]}", f"mad.lo.u32 %r8, %r7, {s.image_rows}, %r9")
+        else:
+            self.op("add.s32 %r9, %r8, %r5", f"div.u32 %r7, %r9, {s.image_rows}", f"rem.u32 %r9, %r9, {s.image_rows}")
         self.op(
-            f"mad.lo.u32 {at}, %r8, {s.pitch_bytes}, %r15", f"mad.lo.u32 {at}, %r6, {s.chunk * s.shared_bytes}, {at}"
+            f"mad.lo.u32 {at}, %r8, {s.pitch_bytes}, %r15", f"mad.lo.u32 {at}, %r6, {s.chunk * s.element_bytes}, {at}"
         )
-        self.op(f"mad.lo.u32 {at}, %r7, {s.gap_bytes}, {at}", f"add.s32 {at}, {at}, {s.load_column * s.shared_bytes}")
+        self.op(f"mad.lo.u32 {at}, %r7, {s.gap_bytes}, {at}", f"add.s32 {at}, {at}, {s.load_column * s.element_bytes}")
         if s.phases > 1:
             self.op(f"mad.lo.u32 {at}, {phase}, {s.plane_bytes}, {at}")
         # Input coordinates: row %r9, column %r6, image %r7; unsigned comparisons refuse negative ones.
@@ -384,7 +406,7 @@ class _Writer:
             self.op(f"mul.lo.u32 %r9, %r9, {sw}", f"mad.lo.u32 %r9, %r10, {sh * of.w}, %r9")
         self.op(f"mul.lo.u32 %r9, %r9, {s.global_bytes}")
         if s.phases > 1:
-            self.op(f"mad.lo.u32 %r9, {phase}, {channel}, %r9")
+            self.op(f"mad.lo.u32 %r9, {phase}, {channel * s.abreast}, %r9")
         # Signed: a row above the image has a negative offset. It is never read, but its pair's second row may be.
         self.op("mul.wide.s32 %q3, %r9, 1", f"add.s64 %g{slot}, %g{slot}, %q3")
         if s.asynchronous:
@@ -407,8 +429,8 @@ class _Writer:
         )
         self.op(f"mad.lo.u32 %b, %r10, {s.pitch_bytes}, %r15", f"mad.lo.u32 %b, %r9, {s.gap_bytes}, %b")
         self.op(
-            f"mad.lo.u32 %b, %r6, {g.stride[1] * s.shared_bytes}, %b",
-            f"add.s32 %b, %b, {s.column_shift * s.shared_bytes}",
+            f"mad.lo.u32 %b, %r6, {g.stride[1] * s.element_bytes}, %b",
+            f"add.s32 %b, %b, {s.column_shift * s.element_bytes}",
         )
         if s.pair == "image":
             self.op("shl.b32 %r7, %r7, 1")
@@ -526,23 +548,23 @@ class _Writer:
         s = self.s
         size = s.chunk * s.global_bytes
         plane = self.channel_bytes
-        for c in range(0, len(channels), s.phases):
-            for k in range(s.slots):
-                guard = self._tail(k, c, len(channels), f"%k{k}")
-                # Where every thread copies none needs one, and ptxas takes a third of its time less for a 1x1 layer.
-                guarded = "" if guard == f"%k{k}" and (k + 1) * s.threads <= s.loads_abreast else f"@{guard} "
-                to, of = slot * s.slot_bytes + c * s.plane_bytes, (channels[0] + c) * plane
-                hint, policy = (".L2::cache_hint", ", %first") if self.marked else ("", "")
-                self.op(
-                    f"{guarded}cp.async.{'cg' if size == 16 else 'ca'}.shared.global{hint} [%u{3 * k}+{to}], [%g{k}+{of}], {size}, %u{3 * k + 2}{policy}"
-                )
+        for c, k, _ in self._loads(channels):
+            guard = self._tail(k, c, len(channels), f"%k{k}")
+            # Where every thread copies none needs one, and ptxas takes a third of its time less for a 1x1 layer.
+            guarded = "" if guard == f"%k{k}" and (k + 1) * s.threads <= s.loads_abreast else f"@{guard} "
+            to, of = slot * s.slot_bytes + c * s.plane_bytes, (channels[0] + c) * plane
+            hint, policy = (".L2::cache_hint", ", %first") if self.marked else ("", "")
+            self.op(
+                f"{guarded}cp.async.{'cg' if size == 16 else 'ca'}.shared.global{hint} [%u{3 * k}+{to}], [%g{k}+{of}], {size}, %u{3 * k + 2}{policy}"
+            )
         self.op("cp.async.commit_group")
 
     def _tail(self, k: int, c: int, count: int, guard: str) -> str:
         """The guard of a load of channels c.. when the last of the side-by-side channels may not exist."""
-        if c + self.s.phases <= count:
+        left = count // self.s.abreast - c // self.s.abreast
+        if self.s.phases <= left:
             return guard
-        self.op(f"setp.lt.and.u32 %p2, %u{3 * k + 1}, {count - c}, {guard}")
+        self.op(f"setp.lt.and.u32 %p2, %u{3 * k + 1}, {left}, {guard}")
         return "%p2"
 
     def _plain_stages(self, stages: Sequence[Sequence[int]], members: set[int]) -> None:
@@ -560,11 +582,13 @@ class _Writer:
                 self.op("bar.sync 0")
 
     def _loads(self, channels: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(channel of the stage, slot, first register) of what a thread loads."""
         s = self.s
         parts = 2 if s.pair != "none" else 1
         return [
-            (c, k, (i * s.slots + k) * parts * 4)
-            for i, c in enumerate(range(0, len(channels), s.phases))
+            (c + beside, k, ((i * s.abreast + beside) * s.slots + k) * parts * 4)
+            for i, c in enumerate(range(0, len(channels), s.phases * s.abreast))
+            for beside in range(s.abreast)
             for k in range(s.slots)
         ]
 
@@ -577,7 +601,8 @@ class _Writer:
             parts = [(f"%g{k}", f"%l{k}"), (f"%z{k}", f"%m{k}")]
             for part, (address, guard) in enumerate(parts[: 1 if s.pair == "none" else 2]):
                 first = at + 4 * part
-                self.op(*[f"mov.b32 %d{first + i}, 0" for i in range(max(1, s.chunk * s.global_bytes // 4))])
+                if not self.woven:
+                    self.op(*[f"mov.b32 %d{first + i}, 0" for i in range(max(1, s.chunk * s.global_bytes // 4))])
                 self.op(self._load_global(self._tail(k, c, len(channels), guard), first, f"[{address}+{offset}]"))
 
     def _load_global(self, guard: str, first: int, address: str) -> str:
@@ -593,6 +618,9 @@ class _Writer:
     def _put(self, channels: Sequence[int], slot: int) -> None:
         """Registers %d to shared memory, pairs interleaved."""
         s = self.s
+        if self.woven:
+            self._weave(channels, slot)
+            return
         for c, k, at in self._loads(channels):
             to = f"[%u{3 * k}+{slot * s.slot_bytes + c * s.plane_bytes}]"
             if s.pair == "none":
@@ -605,6 +633,23 @@ class _Writer:
             guard = self._tail(k, c, len(channels), f"%k{k}")
             kind = {1: "b32", 2: "v2.b32", 4: "v4.b32"}[s.chunk]
             self.op(f"@{guard} st.shared.{kind} {to}, {words[0] if s.chunk == 1 else '{' + ', '.join(words) + '}'}")
+
+    def _weave(self, channels: Sequence[int], slot: int) -> None:
+        """Registers %d to shared memory, channels side by side, 16 bytes at once where a thread has so many."""
+        s = self.s
+        together = max(1, min(s.chunk, 4 // s.abreast))
+        for c, k, register in self._loads(channels):
+            if c % s.abreast:
+                continue
+            guard = self._tail(k, c, len(channels), f"%l{k}")
+            for first in range(0, s.chunk, together):
+                at = slot * s.slot_bytes + c // s.abreast * s.plane_bytes + first * s.element_bytes
+                words = [
+                    f"%d{register + i * s.slots * 4 + pixel}"
+                    for pixel in range(first, first + together)
+                    for i in range(s.abreast)
+                ]
+                self.op(f"@{guard} st.shared.v{len(words)}.b32 [%u{3 * k}+{at}], {{{', '.join(words)}}}")
 
     def _store_shared(self, guard: str, to: str, words: Sequence[str]) -> None:
         size = self.s.chunk * self.s.global_bytes
@@ -620,8 +665,8 @@ class _Writer:
         """Loads run one group of taps ahead of the sums, so that their latency hides behind the other group's fmas."""
         s = self.s
         self.note(f"stage ic={channels[0]}..{channels[-1] + 1} slot={slot}")
-        work = [(c, tap, sums) for c, ic in enumerate(channels) for tap, sums in self._taps(ic, members).items()]
-        groups = [work[i : i + _TAPS_AHEAD] for i in range(0, len(work), _TAPS_AHEAD)]
+        work = self._work(channels, members)
+        groups = [work[i : i + _TAPS_AHEAD // s.abreast] for i in range(0, len(work), _TAPS_AHEAD // s.abreast)]
         if not groups:
             return
         since = 0
@@ -632,7 +677,8 @@ class _Writer:
                 since = 0
             following = self._load_taps(groups[i + 1], slot, (i + 1) % 2) if i + 1 < len(groups) else []
             since += len(following)
-            for name, (_, _, sums) in zip(names, group, strict=True):
+            every = [sums for _, _, abreast in group for sums in abreast]
+            for name, sums in zip(names, every, strict=True):
                 since += len(sums)
                 for accumulator, value in sums:
                     if s.mode == "h2":
@@ -643,6 +689,16 @@ class _Writer:
                     else:
                         self.op(f"fma.rn.f32 %a{accumulator}, {name}, {float_literal(value)}, %a{accumulator}")
             names = following
+
+    def _work(self, channels: Sequence[int], members: set[int]) -> list[_Load]:
+        """What a stage loads, in order, and the sums that each value feeds."""
+        s = self.s
+        work: list[_Load] = []
+        for c in range(0, len(channels), s.abreast):
+            each = [self._taps(ic, members) for ic in channels[c : c + s.abreast]]
+            every = sorted({tap for taps in each for tap in taps})
+            work += [(c // s.abreast, tap, [taps.get(tap, []) for taps in each]) for tap in every]
+        return work
 
     def _taps(self, ic: int, members: set[int]) -> dict[Tap, list[tuple[int, float]]]:
         """For one input channel: which input elements feed which sums, in load order."""
@@ -656,20 +712,32 @@ class _Writer:
                     )
         return dict(sorted(taps.items()))
 
-    def _load_taps(
-        self, group: Sequence[tuple[int, Tap, list[tuple[int, float]]]], slot: int, parity: int
-    ) -> list[str]:
+    def _load_taps(self, group: Sequence[_Load], slot: int, parity: int) -> list[str]:
         s = self.s
         names: list[str] = []
         kind = {"f32": "f32", "hf": "b16", "h2": "b32"}[s.mode]
-        for i, (channel, (row, column), _) in enumerate(group):
-            name = f"%v{parity * _TAPS_AHEAD + i}"
-            at = slot * s.slot_bytes + channel * s.plane_bytes + row * s.pitch_bytes + column * s.shared_bytes
+        for i, (channel, (row, column), abreast) in enumerate(group):
+            first = parity * _TAPS_AHEAD + i * s.abreast
+            name = f"%v{first}"
+            at = slot * s.slot_bytes + channel * s.plane_bytes + row * s.pitch_bytes + column * s.element_bytes
+            if self.woven:
+                names += self._load_abreast(first, at, [k for k, sums in enumerate(abreast) if sums])
+                continue
             if s.mode == "hf":
                 self.op(f"ld.shared.b16 %h0, [%b+{at}]", f"cvt.f32.f16 {name}, %h0")
             else:
                 self.op(f"ld.shared.{kind} {name}, [%b+{at}]")
             names.append(name)
+        return names
+
+    def _load_abreast(self, first: int, at: int, used: Sequence[int]) -> list[str]:
+        """A pixel of channels that lie side by side; of a single one where no other is used."""
+        count = self.s.abreast
+        names = [f"%v{first + k}" for k in range(count)]
+        if len(used) == 1:
+            self.op(f"ld.shared.f32 {names[used[0]]}, [%b+{at + used[0] * self.s.shared_bytes}]")
+        else:
+            self.op(f"ld.shared.v{count}.f32 {{{', '.join(names)}}}, [%b+{at}]")
         return names
 
     # ---- what follows the sums ----

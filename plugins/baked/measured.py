@@ -33,7 +33,7 @@ class Winner(NamedTuple):
     """Share of nonzeros at which it was measured."""
 
 
-_FEW, _MANY = (1, 2), (16, 64)
+_FEW, _SOME, _MANY = (1, 2), (6, 12), (16, 64)
 H200: tuple[Winner, ...] = (
     Winner(
         128, 128, 28, "fp16", _MANY,
@@ -58,7 +58,10 @@ H200: tuple[Winner, ...] = (
     Winner(64, 64, 56, "fp32", _MANY, {"channels": 64, "pixels": 384, "min_blocks": 2, "dependent": 1}, 22.9),
     Winner(
         128, 128, 28, "fp32", _FEW,
-        {"channels": 26, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 262, "stage_channels": 16, "ring": 2}, 5.2,
+        {
+            "channels": 26, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 262, "stage_channels": 16, "ring": 2,
+            "interleave": 2,
+        }, 4.71,
     ),
     Winner(
         128, 128, 28, "fp32", _MANY,
@@ -66,38 +69,65 @@ H200: tuple[Winner, ...] = (
     ),
     Winner(
         256, 256, 14, "fp32", _FEW,
-        {"channels": 18, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 196, "stage_channels": 32, "ring": 2}, 6.4,
+        {
+            "channels": 18, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 196, "stage_channels": 16, "ring": 2,
+            "interleave": 4,
+        }, 4.67,
     ),
-    Winner(256, 256, 14, "fp32", _MANY, {"channels": 32, "splits": 2, "combine": 1, "pixels": 784, "dependent": 1}, 30.6),
+    Winner(
+        256, 256, 14, "fp32", _SOME,
+        {
+            "channels": 37, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 784, "stage_channels": 4, "ring": 2,
+            "interleave": 4, "dependent": 1,
+        }, 14.2,
+    ),
+    Winner(
+        256, 256, 14, "fp32", _MANY,
+        {"channels": 32, "splits": 2, "combine": 1, "pixels": 784, "ring": 2, "interleave": 2, "dependent": 1}, 26.4,
+    ),
     Winner(
         512, 512, 7, "fp32", _FEW,
         {"channels": 32, "splits": 8, "combine": 1, "pixels": 49, "stage_channels": 32}, 23.0,
     ),
     Winner(
+        512, 512, 7, "fp32", _SOME,
+        {
+            "channels": 35, "splits": 8, "combine": 1, "pieces_first": 1, "pixels": 392, "stage_channels": 4, "ring": 2,
+            "interleave": 4, "dependent": 1, "parts": 2,
+        }, 14.4,
+    ),
+    Winner(
         512, 512, 7, "fp32", _MANY,
         {
-            "channels": 35, "splits": 4, "combine": 1, "mates": 2, "pieces_first": 1, "pixels": 784, "stage_channels": 2,
-            "dependent": 1,
-        }, 40.2,
+            "channels": 35, "splits": 4, "combine": 1, "pieces_first": 1, "pixels": 784, "stage_channels": 4, "ring": 2,
+            "interleave": 4, "dependent": 1, "parts": 2,
+        }, 28.6,
+    ),
+    Winner(
+        512, 256, 14, "fp32", _MANY,
+        {
+            "channels": 35, "splits": 4, "combine": 1, "pieces_first": 1, "pixels": 784, "stage_channels": 4, "ring": 2,
+            "interleave": 2, "dependent": 1, "parts": 2,
+        }, 38.0, 3, 2,
     ),
     Winner(
         256, 64, 56, "fp32", _MANY,
         {
             "channels": 64, "pieces_first": 1, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "min_blocks": 2,
-            "dependent": 1,
-        }, 40.6, 1,
+            "dependent": 1, "stream": 1,
+        }, 40.5, 1,
     ),
-    Winner(64, 64, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1}, 15.3, 1),
-    Winner(64, 256, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1}, 41.8, 1),
-    Winner(128, 256, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1}, 74.6, 1),
-    Winner(128, 512, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1}, 33.9, 1),
-    Winner(256, 512, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1}, 82.2, 1),
-    Winner(256, 1024, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "splits": 2, "combine": 1, "stage_channels": 8, "ring": 4, "dependent": 1}, 40.6, 1),
-    Winner(512, 128, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1}, 37.3, 1),
-    Winner(512, 1024, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "stage_channels": 8, "ring": 4, "dependent": 1}, 76.7, 1),
-    Winner(512, 2048, 7, "fp32", _MANY, {"channels": 64, "splits": 4, "combine": 1, "pieces_first": 1, "pixels": 523, "stage_channels": 8, "ring": 4, "dependent": 1}, 41.1, 1),
-    Winner(1024, 256, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "stage_channels": 8, "ring": 4, "min_blocks": 2, "dependent": 1}, 36.0, 1),
-    Winner(2048, 512, 7, "fp32", _MANY, {"channels": 64, "pixels": 392, "stage_channels": 8, "ring": 4, "dependent": 1}, 39.1, 1),
+    Winner(64, 64, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1}, 14.8, 1),
+    Winner(64, 256, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1}, 37.9, 1),
+    Winner(128, 256, 56, "fp32", _MANY, {"channels": 64, "pixels": 352, "columns": 352, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1}, 71.5, 1),
+    Winner(128, 512, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1}, 23.9, 1),
+    Winner(256, 512, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1}, 50.1, 1),
+    Winner(256, 1024, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "splits": 2, "combine": 1, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1}, 32.0, 1),
+    Winner(512, 128, 28, "fp32", _MANY, {"channels": 64, "pixels": 400, "columns": 400, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1}, 36.8, 1),
+    Winner(512, 1024, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1}, 64.8, 1),
+    Winner(512, 2048, 7, "fp32", _MANY, {"channels": 35, "splits": 4, "combine": 1, "pieces_first": 1, "pixels": 784, "stage_channels": 8, "ring": 2, "interleave": 4, "dependent": 1}, 40.2, 1),
+    Winner(1024, 256, 14, "fp32", _MANY, {"channels": 64, "pixels": 256, "columns": 64, "stage_channels": 8, "ring": 4, "min_blocks": 2, "dependent": 1, "stream": 1}, 31.6, 1),
+    Winner(2048, 512, 7, "fp32", _MANY, {"channels": 48, "pieces_first": 1, "pixels": 392, "stage_channels": 8, "ring": 2, "min_blocks": 2, "interleave": 4, "dependent": 1}, 34.5, 1),
     Winner(
         512, 256, 56, "fp32", _MANY,
         {
@@ -107,11 +137,11 @@ H200: tuple[Winner, ...] = (
     ),
     Winner(
         1024, 512, 28, "fp32", _MANY,
-        {"channels": 86, "pieces_first": 1, "pixels": 392, "stage_channels": 8, "ring": 4, "dependent": 1, "gather": 1}, 91.6, 1, 2,
+        {"channels": 86, "pieces_first": 1, "pixels": 392, "stage_channels": 8, "ring": 4, "dependent": 1, "stream": 1, "gather": 1}, 84.5, 1, 2,
     ),
     Winner(
         2048, 1024, 14, "fp32", _MANY,
-        {"channels": 64, "pixels": 392, "stage_channels": 8, "ring": 4, "dependent": 1, "gather": 1}, 141.3, 1, 2,
+        {"channels": 64, "pixels": 392, "stage_channels": 8, "ring": 2, "interleave": 4, "dependent": 1, "gather": 1}, 82.6, 1, 2,
     ),
     Winner(
         128, 64, 56, "fp32", _MANY,

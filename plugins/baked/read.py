@@ -32,6 +32,7 @@ _PIECE = re.compile(r"// piece (\d+) (\d+) ic=(\d+)\.\.(\d+) oc=([\d,]+)$")
 _STAGE = re.compile(r"// stage ic=(\d+)\.\.(\d+) slot=(\d+)$")
 _FMA = re.compile(r"fma\.rn\.(f32|f16x2) %a(\d+), %v(\d+), (0f[0-9A-F]{8}|%w), %a(\d+);$")
 _LOAD = re.compile(r"ld\.shared\.(?:f32|b32|b16) %(v\d+|h0), \[%b\+(\d+)\];$")
+_LOAD_ABREAST = re.compile(r"ld\.shared\.v([24])\.f32 \{(%v\d+(?:, %v\d+)*)\}, \[%b\+(\d+)\];$")
 _WIDEN = re.compile(r"cvt\.f32\.f16 %v(\d+), %h0;$")
 _WEIGHT = re.compile(r"mov\.b32 %w, 0x([0-9A-F]{8});$")
 _START = re.compile(r"mov\.(?:f32|b32) %a(\d+), (0f|0x)([0-9A-F]{8});$")
@@ -58,6 +59,8 @@ class _Layout:
     plane: int
     pitch: int
     element: int
+    abreast: int
+    """Input channels side by side."""
 
 
 @dataclass
@@ -260,6 +263,7 @@ def _open(number: int, line: str, g: Geometry, before: _Reading | None) -> _Read
     said = dict(part.split("=") for part in match.group(2).split())
     try:
         numbers = [int(said[key]) for key in ("rows", "splits", "stage", "plane", "pitch", "element")]
+        numbers.append(int(said.get("abreast", "1")))
         part, parts = int(said["part"]), int(said["parts"])
         layout = _Layout(match.group(1), said["mode"], *numbers)
         of = said["of"]
@@ -291,6 +295,9 @@ def _read_line(number: int, line: str, reading: _Reading) -> None:
     elif match := _LOAD.match(line):
         if piece is not None:
             _load(number, line, reading, piece, match)
+    elif match := _LOAD_ABREAST.match(line):
+        if piece is not None:
+            _load_abreast(number, line, reading, piece, match)
     elif piece is None:
         if line.startswith("// stage") or (re.search(r"%[aw]\d*\b", line) and not line.startswith(".reg")):
             _fail(number, line, "a sum outside of a piece")
@@ -401,22 +408,43 @@ def _start(number: int, line: str, reading: _Reading, piece: _PieceState, match:
 
 
 def _load(number: int, line: str, reading: _Reading, piece: _PieceState, match: re.Match[str]) -> None:
-    if piece.stage is None:
-        _fail(number, line, "a load ahead of its stage")
-    layout, (first, last, slot) = reading.layout, piece.stage
-    offset = int(match.group(2)) - slot * layout.stage
-    channel, inside = divmod(offset, layout.plane)
-    row, inside = divmod(inside, layout.pitch)
-    column, rest = divmod(inside, layout.element)
-    if offset < 0 or rest or first + channel >= last:
-        _fail(number, line, f"a load outside of stage {first}..{last}")
-    what = (first + channel, row, column)
+    what = _loaded(number, line, reading, piece, int(match.group(2)))
     if match.group(1) == "h0":
         piece.half = what
-    elif layout.mode == "hf":
+    elif reading.layout.mode == "hf":
         _fail(number, line, "a half loaded without conversion")
     else:
         piece.values[int(match.group(1)[1:])] = what
+
+
+def _load_abreast(number: int, line: str, reading: _Reading, piece: _PieceState, match: re.Match[str]) -> None:
+    names = [int(name[2:]) for name in match.group(2).split(", ")]
+    channel, row, column = _loaded(number, line, reading, piece, int(match.group(3)))
+    first = piece.stage[0] if piece.stage else 0
+    if (
+        {len(names), int(match.group(1))} != {reading.layout.abreast}
+        or (channel - first) % len(names)
+        or len(set(names)) != len(names)
+    ):
+        _fail(number, line, "a load of channels that do not lie side by side")
+    for k, name in enumerate(names):
+        piece.values[name] = (channel + k, row, column)
+
+
+def _loaded(number: int, line: str, reading: _Reading, piece: _PieceState, at: int) -> tuple[int, int, int]:
+    """(input channel, row, column) of what lies at an offset from %b."""
+    if piece.stage is None:
+        _fail(number, line, "a load ahead of its stage")
+    layout, (first, last, slot) = reading.layout, piece.stage
+    offset = at - slot * layout.stage
+    plane, inside = divmod(offset, layout.plane)
+    row, inside = divmod(inside, layout.pitch)
+    column, inside = divmod(inside, layout.element)
+    beside, rest = divmod(inside, layout.element // layout.abreast)
+    channel = first + plane * layout.abreast + beside
+    if offset < 0 or rest or channel >= last:
+        _fail(number, line, f"a load outside of stage {first}..{last}")
+    return channel, row, column
 
 
 def _add(number: int, line: str, reading: _Reading, piece: _PieceState, match: re.Match[str]) -> None:

@@ -106,6 +106,9 @@ class Schedule:
     columns: int = 0
     """Width of a strip; 0 is the whole width."""
     stage_channels: int = 4
+    interleave: int = 1
+    """Input channels (1, 2 or 4) whose values of a pixel lie side by side in shared memory, where one load reads them all: every
+    load is an instruction to fetch and to issue. See `abreast`."""
     ring: int = 3
     use_async: bool = True
     min_blocks: int = 1
@@ -113,6 +116,9 @@ class Schedule:
     """Instructions between block barriers that keep the warps at the same code, so that it is fetched once; 0: none."""
     dependent: bool = False
     """Start before the kernel ahead ends, wait for it ahead of the first read (sm_90 and later)."""
+    stream: bool = False
+    """Mark inputs (where copied asynchronously) and outputs as first to leave the L2 (sm_90 and later): it pays where the input
+    is beyond L2, and costs up to 8 % where the next layer would have found the output there."""
     sync: int = 0
     """Stages between barriers of the whole cluster, which keep its blocks at the same code; 0: none."""
     parts: int = 0
@@ -181,8 +187,20 @@ class Schedule:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of a pixel (or pair of pixels) in shared memory."""
+        """Bytes of a pixel (or pair of pixels) of one channel in shared memory."""
         return 2 if self.mode == "hf" else 4
+
+    @cached_property
+    def abreast(self) -> int:
+        """Channels that do lie side by side: in fp32, where stages and channels are so divided."""
+        per_ic = self.geometry.ic // self.geometry.group
+        fits = self.mode == "f32" and not self.stage_channels % self.interleave and not per_ic % self.interleave
+        return self.interleave if fits else 1
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes from one pixel of a shared row to the next."""
+        return self.shared_bytes * self.abreast
 
     @property
     def exchanges(self) -> bool:
@@ -258,8 +276,10 @@ class Schedule:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether tiles arrive by cp.async: not for pairs, nor for chunks below 4 bytes."""
-        return self.use_async and self.mode != "h2" and self.chunk * self.global_bytes >= 4
+        """Whether tiles arrive by cp.async: not for pairs, nor for chunks below 4 bytes, nor where channels are woven together:
+        copies of 4 bytes cost more than loads and wide stores (512@7, N=32: 38 against 29 us).
+        """
+        return self.use_async and self.mode != "h2" and self.chunk * self.global_bytes >= 4 and self.abreast == 1
 
     @cached_property
     def load_chunks(self) -> int:
@@ -279,17 +299,26 @@ class Schedule:
         """Element of a shared row at which the first loaded chunk goes."""
         return self.column_shift + self.geometry.pads[1] if self.strips == 1 else 0
 
+    @cached_property
+    def whole_rows(self) -> int:
+        """Rows of an image that are loaded where tiles are whole images and what surrounds them is zeroed once; else 0."""
+        g = self.geometry
+        if self.abreast == 1 or self.strips > 1 or self.pixels % self.image_pixels:
+            return 0
+        return max(0, min(g.h, self.image_rows - g.pads[0]))
+
     @property
     def positions(self) -> int:
         """Chunks of one input channel of a tile."""
-        return self.input_rows * self.load_chunks
+        rows = self.pixels // self.image_pixels * self.whole_rows or self.input_rows
+        return rows * self.load_chunks
 
     @cached_property
     def phases(self) -> int:
-        """Input channels that a block loads side by side, one chunk a thread."""
-        limit = self.threads // max(1, self.positions)
+        """Input channels (or as many times those side by side) that a block loads at once, one chunk a thread."""
+        limit, planes = self.threads // max(1, self.positions), self.stage_channels // self.abreast
         phases = 1
-        while phases * 2 <= min(limit, self.stage_channels) and self.stage_channels % (phases * 2) == 0:
+        while phases * 2 <= min(limit, planes) and planes % (phases * 2) == 0:
             phases *= 2
         return phases
 
@@ -306,13 +335,13 @@ class Schedule:
     # ---- shared memory ----
     @property
     def _align(self) -> int:
-        return max(4, self.chunk * self.shared_bytes)
+        return max(4, self.chunk * self.element_bytes)
 
     @cached_property
     def pitch_bytes(self) -> int:
         """Bytes from one input row to the next: the smallest at which a warp's pixels meet no bank twice."""
         row = max(self.column_shift + self.input_cols, self.load_column + self.load_chunks * self.chunk)
-        least = -(-row * self.shared_bytes // self._align) * self._align
+        least = -(-row * self.element_bytes // self._align) * self._align
         candidates = range(least, least + 2 * _BANK_BYTES, self._align)
         one_image = np.arange(min(self.image_pixels, 2048))
         return min(candidates, key=lambda pitch: (self._wavefronts(one_image, pitch, 0), pitch))
@@ -328,13 +357,13 @@ class Schedule:
 
     @property
     def plane_bytes(self) -> int:
-        """Bytes from one input channel to the next."""
+        """Bytes from one input channel (those side by side counted once) to the next."""
         return -(-(self.input_rows * self.pitch_bytes + self._worst_tile[1] * self.gap_bytes) // 16) * 16
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one ring slot."""
-        return self.stage_channels * self.plane_bytes
+        return self.stage_channels // self.abreast * self.plane_bytes
 
     @property
     def ring_slots(self) -> int:
@@ -375,13 +404,15 @@ class Schedule:
         row, col = np.divmod(rest, self.strip)
         sh, sw = self.geometry.stride
         row = image * self.image_rows + row * self.rows * sh
-        words = (row * pitch + image * gap + col * sw * self.shared_bytes) // 4
-        count = len(words) // 32 * 32
-        lanes = np.sort(words[:count].reshape(-1, 32) if count else words[None], axis=1)
+        # A load of 8 or 16 bytes a lane is one of 16 or 8 lanes after the other, of as many times wider banks.
+        width = 32 // self.abreast
+        words = (row * pitch + image * gap + col * sw * self.element_bytes) // (4 * self.abreast)
+        count = len(words) // width * width
+        lanes = np.sort(words[:count].reshape(-1, width) if count else words[None], axis=1)
         fresh = np.ones(lanes.shape, np.int64)  # lanes that read one word cost one access
         fresh[:, 1:] = lanes[:, 1:] != lanes[:, :-1]
-        banks = np.zeros((len(lanes), 32), np.int64)
-        np.add.at(banks, (np.arange(len(lanes))[:, None], lanes % 32), fresh)
+        banks = np.zeros((len(lanes), width), np.int64)
+        np.add.at(banks, (np.arange(len(lanes))[:, None], lanes % width), fresh)
         return float(banks.max(1).mean())
 
     @cached_property
@@ -458,7 +489,7 @@ def pieces(schedule: Schedule, weights: Nonzeros) -> tuple[Piece, ...]:
         size = -(-len(members) // bins)
         size = min(schedule.channels, size + size // 8)  # room to balance skewed filters
         for oc in cluster_channels(used, members, bins, size):
-            ranges = split_inputs(used, oc, g, (first * per_ic, last * per_ic), schedule.splits)
+            ranges = split_inputs(used, oc, g, (first * per_ic, last * per_ic), schedule.splits, schedule.abreast)
             group = len(result) // schedule.splits
             result += [Piece(group, i, oc, ic) for i, ic in enumerate(ranges)]
     return tuple(result)
@@ -473,14 +504,16 @@ def parts(schedule: Schedule, whole: Sequence[Piece]) -> tuple[tuple[Piece, ...]
 
 
 def split_inputs(
-    used: NDArray[np.bool_], oc: Sequence[int], geometry: Geometry, ic: tuple[int, int], splits: int
+    used: NDArray[np.bool_], oc: Sequence[int], geometry: Geometry, ic: tuple[int, int], splits: int, unit: int = 1
 ) -> list[tuple[int, int]]:
-    """Cut the input channels into ranges of even cost: a load counts half a fma's issue slot more than the slot itself."""
+    """Cut the input channels into ranges of even cost, `unit` of them together: a load counts half a fma's issue slot more than
+    the slot itself.
+    """
     if splits == 1:
         return [ic]
     taps = geometry.kh * geometry.kw
     part = used[list(oc), ic[0] * taps : ic[1] * taps]
-    cost = (part.sum(0) + 1.5 * part.any(0)).reshape(-1, taps).sum(1) + 1e-3
+    cost = (part.sum(0) + 1.5 * part.any(0)).reshape(-1, taps * unit).sum(1) + 1e-3
     total = np.concatenate([[0.0], np.cumsum(cost)])
     cuts = [int(np.argmin(np.abs(total - total[-1] * i / splits))) for i in range(splits + 1)]
     for i in range(1, splits + 1):  # every range keeps at least one channel where there are enough
@@ -488,4 +521,4 @@ def split_inputs(
     cuts[-1] = len(cost)
     for i in range(splits - 1, 0, -1):
         cuts[i] = min(cuts[i], max(cuts[i + 1] - 1, 0))
-    return [(ic[0] + cuts[i], ic[0] + cuts[i + 1]) for i in range(splits)]
+    return [(ic[0] + cuts[i] * unit, ic[0] + cuts[i + 1] * unit) for i in range(splits)]

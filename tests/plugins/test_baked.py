@@ -322,11 +322,13 @@ def test_supports_says_why_not() -> None:
     assert transposed.code == "operator"
 
 
-@pytest.mark.parametrize(("arch", "version", "marked"), [(80, "7.0", False), (90, "7.8", True)])
-def test_activations_leave_the_l2_ahead_of_code_where_that_was_measured(arch: int, version: str, marked: bool) -> None:
+@pytest.mark.parametrize(
+    ("arch", "version", "stream", "marked"), [(80, "7.0", True, False), (90, "7.8", True, True), (90, "7.8", False, False)]
+)
+def test_activations_leave_the_l2_first_where_they_stream(arch: int, version: str, stream: bool, marked: bool) -> None:
     g = Geometry(oc=4, ic=3, kh=3, kw=3, h=6, w=8, pads=(1, 1, 1, 1))
     weight = np.ones(g.weight_shape, np.float32)
-    entry = Entry("k", Schedule(g, "f32"))
+    entry = Entry("k", Schedule(g, "f32", stream=stream))
     lines = module(g, nonzeros(weight, g), None, Epilogue(), [entry], arch, version).splitlines()
     copies = [line for line in lines if "cp.async." in line and ".shared.global" in line]
     stores = [line for line in lines if "st.global" in line]
