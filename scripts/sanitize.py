@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,25 @@ BAKED_KINDS: dict[str, Config] = {
     "planes": {"channels": 4, "pixels": 32, "splits": 2, "combine": 2, "stage_channels": 2},
     "parts": {"channels": 4, "pixels": 32, "stage_channels": 2, "parts": 2, "dependent": 1},
 }
+WOVEN_KINDS: dict[str, Config] = {
+    "woven by twos": {"channels": 4, "pixels": 32, "stage_channels": 4, "ring": 2, "interleave": 2, "dependent": 1},
+    "woven whole images": {"channels": 4, "pixels": 48, "stage_channels": 4, "ring": 2, "interleave": 4},
+    "woven in clusters": {
+        "channels": 4, "pixels": 48, "splits": 2, "combine": 1, "stage_channels": 4, "ring": 2, "interleave": 4, "dependent": 1,
+    },
+    "streaming": {"channels": 4, "pixels": 32, "stage_channels": 2, "stream": 1, "dependent": 1},
+}  # fmt: skip
+"""Schedules of fp32 alone."""
+STRIDED_KINDS: dict[str, Config] = {
+    "picked": {"channels": 4, "pixels": 32, "stage_channels": 4, "dependent": 1},
+    "gathered": {"channels": 4, "pixels": 32, "stage_channels": 4, "gather": 1, "dependent": 1},
+    "gathered and woven": {"channels": 4, "pixels": 24, "stage_channels": 4, "ring": 2, "gather": 1, "interleave": 4},
+}
 BAKED_MODES: tuple[tuple[Precision, Config], ...] = (
     ("fp32", {}), ("fp16", {"sums": 32}), ("fp16", {}), ("fp16", {"pair_rows": 1}),
 )  # fmt: skip
 SMALL = Geometry(oc=8, ic=8, kh=3, kw=3, h=6, w=8, pads=(1, 1, 1, 1))
+SHORTCUT = Geometry(oc=8, ic=8, kh=1, kw=1, h=6, w=8, stride=(2, 2))
 CLUSTERED = Geometry(oc=16, ic=16, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
 
 
@@ -118,14 +134,17 @@ def build_nodes(names: Sequence[str]) -> list[tuple[str, SparseConv, int]]:
 
 
 def build_small() -> list[tuple[str, SparseConv, int]]:
-    """(name, node, batch): every kind of schedule of baked, every way to sum, on a layer of a few blocks."""
-    device, rng = find("h200"), np.random.default_rng(0)
-    weight = rng.standard_normal(SMALL.weight_shape).astype(np.float16).astype(np.float32)
-    weight[rng.random(SMALL.weight_shape) < 0.8] = 0
-    bias, layer = rng.standard_normal(SMALL.oc).astype(np.float32), make_layer(SMALL, FUSED, weight)
-    nodes = []
-    for kind, config in BAKED_KINDS.items():
-        for precision, more in BAKED_MODES:
+    """(name, node, batch): every kind of schedule of baked, every way to sum, on layers of a few blocks."""
+    device, rng, nodes = find("h200"), np.random.default_rng(0), []
+    half = BAKED_MODES[1:3]
+    only: Sequence[tuple[Precision, Config]] = BAKED_MODES[:1]
+    for g, kinds, modes in (
+        (SMALL, BAKED_KINDS, BAKED_MODES), (SMALL, WOVEN_KINDS, only), (SHORTCUT, STRIDED_KINDS, only), (SHORTCUT, STRIDED_KINDS, half),
+    ):  # fmt: skip
+        weight = rng.standard_normal(g.weight_shape).astype(np.float16).astype(np.float32)
+        weight[rng.random(g.weight_shape) < 0.8] = 0
+        bias, layer = rng.standard_normal(g.oc).astype(np.float32), make_layer(g, FUSED, weight)
+        for (kind, config), (precision, more) in product(kinds.items(), modes):
             options = BuildOptions(precision, 2, (90,), True)
             node = BAKED.build(layer, weight, bias, device, config | more, options).node
             nodes.append((f"baked {kind} {precision} {more}", node, 2))

@@ -323,7 +323,8 @@ def test_supports_says_why_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "version", "stream", "marked"), [(80, "7.0", True, False), (90, "7.8", True, True), (90, "7.8", False, False)]
+    ("arch", "version", "stream", "marked"),
+    [(80, "7.0", True, False), (90, "7.8", True, True), (90, "7.8", False, False)],
 )
 def test_activations_leave_the_l2_first_where_they_stream(arch: int, version: str, stream: bool, marked: bool) -> None:
     g = Geometry(oc=4, ic=3, kh=3, kw=3, h=6, w=8, pads=(1, 1, 1, 1))
