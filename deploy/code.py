@@ -15,7 +15,8 @@ from sparsedeploy.errors import MachineError
 from sparsedeploy.layer import Precision
 from sparsedeploy.plugins import kernel_named
 from sparsedeploy.plugins.assemble import AssembleError, reproduces, tool_version
-from sparsedeploy.plugins.baked.interpret import InterpretError, run_plan
+from sparsedeploy.plugins.baked.interpret import run_plan
+from sparsedeploy.plugins.baked.threads import InterpretError
 from sparsedeploy.plugins.epilogue import apply
 from sparsedeploy.plugins.kernel import Floats
 from sparsedeploy.plugins.launch import Launch, Variant, choose

@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from sparsedeploy.layer import Geometry
-from sparsedeploy.plugins.baked.interpret import InterpretError, load, run_launch, run_plan
+from sparsedeploy.plugins.baked.interpret import load, run_launch, run_plan
 from sparsedeploy.plugins.baked.memory import GlobalMemory
+from sparsedeploy.plugins.baked.threads import InterpretError
 from sparsedeploy.plugins.launch import Arg, Launch, Memset, Variant, const, var
 from sparsedeploy.plugins.node import Image
 
