@@ -6,54 +6,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from baked_check import H200, MODES, build, check
 from conv_cases import EPILOGUES, Case, cases, fill, layer_of, pruned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from sparsedeploy.code import check_code, sample_blocks
-from sparsedeploy.devices import DEVICES, find
+from sparsedeploy.devices import DEVICES
 from sparsedeploy.layer import Epilogue, Geometry, Precision
-from sparsedeploy.plugins import epilogue
 from sparsedeploy.plugins.assemble import assemble
 from sparsedeploy.plugins.baked import BAKED, MAX_NNZ
 from sparsedeploy.plugins.baked.choose import SHARED_KB, from_config, ranked, to_config
 from sparsedeploy.plugins.baked.emit import Entry, module
-from sparsedeploy.plugins.baked.interpret import run_plan
 from sparsedeploy.plugins.baked.measured import winner
 from sparsedeploy.plugins.baked.schedule import Schedule, cluster_channels, columns, flatten, nonzeros, pieces
 from sparsedeploy.plugins.cost import ceilings
-from sparsedeploy.plugins.kernel import BuildOptions, Config, UnfitWeightsError
+from sparsedeploy.plugins.kernel import Config, UnfitWeightsError
 from sparsedeploy.plugins.launch import Launch
-from sparsedeploy.plugins.node import SparseConv
-from sparsedeploy.plugins.reference import conv2d
 
-H200 = find("h200")
-RELATIVE = {"f32": 2.0**-22, "hf": 2.0**-10, "h2": 2.0**-9}
-"""Error allowed, as a share of an output's sum of magnitudes: a few roundings of fp32 sums, of fp16 output, of half2 sums."""
 SQUARE = Geometry(oc=8, ic=6, kh=3, kw=3, h=9, w=8, pads=(1, 1, 1, 1))
 ODD = Geometry(oc=8, ic=6, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
-
-
-def build(case: Case, config: Config, precision: Precision, archs: tuple[int, ...], batch: int = 1) -> SparseConv:
-    return BAKED.build(case.layer, case.weight, case.bias, H200, config, BuildOptions(precision, batch, archs)).node
-
-
-def check(case: Case, node: SparseConv, mode: str, arch: int) -> None:
-    """The interpreted plan against float64, element by element; an output that nothing wrote is NaN and fails."""
-    element = np.float32 if node.precision == "fp32" else np.float16
-    x = case.x.astype(element)
-    residual = None if case.residual is None else case.residual.astype(element)
-    y = run_plan(node.plan, node.images, node.precision, x, residual, node.constants, node.geometry, arch=arch)
-    weight, bias = BAKED.unpack(node)
-    added = None if residual is None else residual.astype(np.float64)
-    expected = epilogue.apply(node.epilogue, conv2d(x, weight, bias, node.geometry), added)
-    size = conv2d(np.abs(x), np.abs(weight), None if bias is None else np.abs(bias), node.geometry)
-    size += 0 if residual is None else np.abs(residual)
-    bad = ~(
-        np.abs(y - expected) <= RELATIVE[mode] * np.maximum(1, np.log2(size.size)) * size + 2.0**-14 * (mode != "f32")
-    )
-    assert not bad.any(), f"{bad.sum()} of {bad.size} wrong, first at {np.argwhere(bad)[0]}"
 
 
 CONFIGS: tuple[Config, ...] = (
@@ -76,15 +49,9 @@ CONFIGS: tuple[Config, ...] = (
     {"channels": 2, "pixels": 32, "splits": 3, "combine": 2, "pieces_first": 1, "mates": 2},
     {"channels": 8, "pixels": 64, "columns": 8, "stage_channels": 4},
 )
-MODES: tuple[tuple[Precision, Config, str], ...] = (
-    ("fp32", {}, "f32"),
-    ("fp16", {"sums": 32}, "hf"),
-    ("fp16", {}, "h2"),
-    ("fp16", {"pair_rows": 1}, "h2"),
-)
 
 
-@pytest.mark.parametrize(("precision", "more", "mode"), MODES, ids=["f32", "hf", "h2", "h2 rows"])
+@pytest.mark.parametrize(("precision", "more", "mode"), MODES.values(), ids=list(MODES))
 @pytest.mark.parametrize(
     "config", CONFIGS, ids=lambda config: " ".join(f"{k}={v}" for k, v in config.items()) or "default"
 )
@@ -117,7 +84,7 @@ def test_every_epilogue(how: Epilogue, config: Config, mode: str) -> None:
 def test_one_plan_serves_every_batch(batch: int) -> None:
     g = Geometry(oc=16, ic=8, kh=3, kw=3, h=6, w=6, pads=(1, 1, 1, 1))
     case = fill(g, EPILOGUES[0], 120, batch, seed=1)
-    for precision, _, mode in (MODES[0], MODES[2]):
+    for precision, _, mode in (MODES["f32"], MODES["h2"]):
         node = build(case, {}, precision, (80, 90), batch=8)
         assert len(node.plan) == 2
         assert node.plan[0].max_n + 1 == node.plan[1].min_n
@@ -221,7 +188,7 @@ def test_another_kernels_node_is_refused() -> None:
 
 
 def test_a_configuration_names_its_schedule() -> None:
-    for precision, _, _ in (MODES[0], MODES[2]):
+    for precision, _, _ in (MODES["f32"], MODES["h2"]):
         for s, _, _ in ranked(SQUARE, precision, 8, 43, ceilings(H200), (90,), 20):
             assert from_config(SQUARE, precision, to_config(s)) == s
     with pytest.raises(ValueError, match="no parameter warp"):

@@ -6,12 +6,11 @@ import re
 
 import numpy as np
 import pytest
+from baked_check import H200, build, check
 from conv_cases import EPILOGUES, Case, fill
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_strided import build, check
 
-from sparsedeploy.devices import find
 from sparsedeploy.layer import Geometry
 from sparsedeploy.plugins.assemble import assemble
 from sparsedeploy.plugins.baked.choose import candidates, from_config, ranked, to_config
@@ -20,7 +19,6 @@ from sparsedeploy.plugins.baked.schedule import Schedule
 from sparsedeploy.plugins.cost import ceilings
 from sparsedeploy.plugins.kernel import Config
 
-H200 = find("h200")
 SMALL = Geometry(oc=12, ic=16, kh=3, kw=3, h=7, w=7, pads=(1, 1, 1, 1))
 HOWS: tuple[Config, ...] = (
     {},

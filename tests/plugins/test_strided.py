@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from baked_check import H200, MODES, build, check
 from conv_cases import EPILOGUES, Case, fill, layer_of, pruned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparsedeploy.code import check_code, sample_blocks
-from sparsedeploy.devices import find
 from sparsedeploy.layer import Geometry, Precision
-from sparsedeploy.plugins import epilogue
 from sparsedeploy.plugins.assemble import assemble
 from sparsedeploy.plugins.baked import BAKED
 from sparsedeploy.plugins.baked.choose import estimate, from_config, ranked, to_config
@@ -24,20 +23,10 @@ from sparsedeploy.plugins.baked.measured import winner
 from sparsedeploy.plugins.baked.read import read_image
 from sparsedeploy.plugins.baked.schedule import Schedule, compiled
 from sparsedeploy.plugins.cost import ceilings, time_us
-from sparsedeploy.plugins.kernel import BuildOptions, Config
+from sparsedeploy.plugins.kernel import Config
 from sparsedeploy.plugins.launch import Launch
 from sparsedeploy.plugins.node import SparseConv
-from sparsedeploy.plugins.reference import conv2d
 
-H200 = find("h200")
-RELATIVE = {"f32": 2.0**-22, "hf": 2.0**-10, "h2": 2.0**-9}
-"""Error allowed, as a share of an output's sum of magnitudes: a few roundings of fp32 sums, of fp16 output, of half2 sums."""
-MODES: dict[str, tuple[Precision, Config, str]] = {
-    "f32": ("fp32", {}, "f32"),
-    "hf": ("fp16", {"sums": 32}, "hf"),
-    "h2": ("fp16", {}, "h2"),
-    "h2 rows": ("fp16", {"pair_rows": 1}, "h2"),
-}
 COMBINES: tuple[Config, ...] = (
     {},
     {"splits": 2, "combine": 1},
@@ -46,30 +35,6 @@ COMBINES: tuple[Config, ...] = (
     {"parts": 2, "dependent": 1},
 )
 SHORTCUT = Geometry(oc=16, ic=8, kh=1, kw=1, h=12, w=12, stride=(2, 2))
-
-
-def build(
-    case: Case, config: Config, precision: Precision, archs: tuple[int, ...] = (90,), batch: int = 1
-) -> SparseConv:
-    return BAKED.build(case.layer, case.weight, case.bias, H200, config, BuildOptions(precision, batch, archs)).node
-
-
-def check(case: Case, node: SparseConv, mode: str, arch: int) -> None:
-    """The interpreted plan against float64, element by element; an output that nothing wrote is NaN and fails."""
-    element = np.float32 if node.precision == "fp32" else np.float16
-    x = case.x.astype(element)
-    residual = None if case.residual is None else case.residual.astype(element)
-    y = run_plan(node.plan, node.images, node.precision, x, residual, node.constants, node.geometry, arch=arch)
-    weight, bias = BAKED.unpack(node)
-    np.testing.assert_array_equal(weight, case.weight if mode != "h2" else case.weight.astype(np.float16))
-    added = None if residual is None else residual.astype(np.float64)
-    expected = epilogue.apply(node.epilogue, conv2d(x, weight, bias, node.geometry), added)
-    size = conv2d(np.abs(x), np.abs(weight), None if bias is None else np.abs(bias), node.geometry)
-    size += 0 if residual is None else np.abs(residual)
-    bad = ~(
-        np.abs(y - expected) <= RELATIVE[mode] * np.maximum(1, np.log2(size.size)) * size + 2.0**-14 * (mode != "f32")
-    )
-    assert not bad.any(), f"{bad.sum()} of {bad.size} wrong, first at {np.argwhere(bad)[0]}"
 
 
 @st.composite
