@@ -136,10 +136,8 @@ def build_nodes(names: Sequence[str]) -> list[tuple[str, SparseConv, int]]:
 def build_small() -> list[tuple[str, SparseConv, int]]:
     """(name, node, batch): every kind of schedule of baked, every way to sum, on layers of a few blocks."""
     device, rng, nodes = find("h200"), np.random.default_rng(0), []
-    half = BAKED_MODES[1:3]
-    only: Sequence[tuple[Precision, Config]] = BAKED_MODES[:1]
     for g, kinds, modes in (
-        (SMALL, BAKED_KINDS, BAKED_MODES), (SMALL, WOVEN_KINDS, only), (SHORTCUT, STRIDED_KINDS, only), (SHORTCUT, STRIDED_KINDS, half),
+        (SMALL, BAKED_KINDS, BAKED_MODES), (SMALL, WOVEN_KINDS, BAKED_MODES[:1]), (SHORTCUT, STRIDED_KINDS, BAKED_MODES[:3]),
     ):  # fmt: skip
         weight = rng.standard_normal(g.weight_shape).astype(np.float16).astype(np.float32)
         weight[rng.random(g.weight_shape) < 0.8] = 0

@@ -43,7 +43,7 @@ _MUCH = 256
 """Pixels of a strip, over the batch, from which on tiles have at least 128."""
 _WOVEN_CHUNK = 2
 """Elements that a copy moves at most where channels are woven together: of rows that allow 16 bytes the copies are cheap, and weaving
-gains nothing (64@56, 128@28); of odd rows it does (512@7, N=32, fp32: 41 to 29 us; 256@14: 31 to 26)."""
+gains nothing (64@56, 128@28); of rows of 7 and 14 it does (512@7, N=32, fp32: 41 to 29 us; 256@14: 31 to 26)."""
 _SMALL_COPY = 4
 """Wavefronts of shared memory that a warp's asynchronous copy of 4 bytes a lane counts for."""
 _MAX_CODE = 40_000
@@ -63,7 +63,7 @@ def mode_of(precision: Precision, config: Config) -> Mode:
 
 
 def from_config(geometry: Geometry, precision: Precision, config: Config) -> Schedule:
-    """The schedule that a configuration names; raises ValueError for a name it does not know."""
+    """The schedule that a configuration names; raises ValueError for a name, or a number of channels abreast, that it does not know."""
     known = {
         "sums", "pair_rows", "channels", "splits", "combine", "mates", "pieces_first", "pixels", "rows", "columns", "stage_channels",
         "ring", "min_blocks", "step", "dependent", "sync", "parts", "gather", "interleave", "stream",
@@ -71,6 +71,10 @@ def from_config(geometry: Geometry, precision: Precision, config: Config) -> Sch
     unknown = set(config) - known
     if unknown:
         raise ValueError(f"baked has no parameter {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    if config.get("interleave", 1) not in (1, 2, 4):
+        raise ValueError(
+            f"baked weaves 2 or 4 input channels together, or none (interleave=1), not {config['interleave']}"
+        )
     mode = mode_of(precision, config)
     pair: Pair = "none" if mode != "h2" else "row" if config.get("pair_rows", 0) else "image"
     c = config.get

@@ -124,6 +124,11 @@ def test_channels_that_do_not_divide_stay_apart() -> None:
     assert Schedule(SMALL, "h2", pair="image", interleave=4).abreast == 1
 
 
+def test_only_two_or_four_channels_are_woven_together() -> None:
+    with pytest.raises(ValueError, match="weaves 2 or 4 input channels"):
+        from_config(SMALL, "fp32", {"interleave": 3})
+
+
 def test_odd_maps_are_woven_and_wide_rows_are_not() -> None:
     """Where a copy moves 16 bytes weaving gained nothing on a device; no candidate of the search proper asks for it."""
     c = ceilings(H200)
